@@ -1,0 +1,138 @@
+"""Named rounding sites, and profiles that switch them on. The only place where a value loses bits.
+
+A site is one call, `x = sites("attn.kv", x)`: the identity unless the profile names it, so that the modules read as
+mathematics. The same call is a tap: a listener sees every value under its checkpoint-like path
+(`layers.30.attn.kv`), after rounding. Source: docs/model.md §11; the profiles are the tables in `profiles/`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib import resources
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import formats
+from .errors import BadInput
+
+Tap = Callable[[str, Tensor], None]
+FORMATS = ("f32", "bf16", "e4m3", "e2m1")
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """What one site does: a plain rounding (`f32`, `bf16`), or quantise and dequantise in blocks (`e4m3`, `e2m1`).
+
+    Blocks run along the last dimension, with one ceil-rounded power-of-two scale each; ties go to even.
+    """
+
+    format: str
+    block: int = 0
+    amax_floor: float = 0.0
+
+    def __call__(self, x: Tensor, carrier: str) -> Tensor:
+        """Round x [..., n], keeping its dtype. `carrier` is the format in which a quantiser receives its input."""
+        if self.format in DTYPES:
+            return x.to(torch.float32).to(DTYPES[self.format]).to(x.dtype)
+        if self.format == "e4m3":
+            code, scale = formats.quantize_e4m3(x.to(DTYPES[carrier]).float(), self.block, self.amax_floor)
+            values = formats.e4m3_decode(code)
+        else:
+            code, scale = formats.quantize_e2m1(x.to(DTYPES[carrier]).float(), self.block, self.amax_floor)
+            values = formats.e2m1_decode(code)
+        return formats.dequantize_blocks(values, scale, self.block).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The rounding contract of one build: site -> rounding. `carrier` is `f32` or `bf16`."""
+
+    name: str
+    carrier: str = "f32"
+    sites: Mapping[str, Rounding] = field(default_factory=dict)
+
+    def without(self, *sites: str) -> Profile:
+        """The same profile with some sites switched off."""
+        unknown = [site for site in sites if site not in self.sites]
+        if unknown:
+            raise KeyError(f"profile {self.name} has no site {unknown[0]!r}")
+        return Profile(self.name, self.carrier, {s: r for s, r in self.sites.items() if s not in sites})
+
+    def to_json(self) -> dict[str, Any]:
+        """The form a trace manifest carries."""
+        used = {_key(rounding): vars(rounding) for rounding in self.sites.values()}
+        names = {site: _key(rounding) for site, rounding in self.sites.items()}
+        return {"name": self.name, "carrier": self.carrier, "formats": used, "sites": names}
+
+    @classmethod
+    def from_json(cls, table: Mapping[str, Any]) -> Profile:
+        """Raises BadInput for an unknown format or carrier, or a site without one."""
+        try:
+            known = {name: Rounding(**fields) for name, fields in table["formats"].items()}
+            sites = {site: known[name] for site, name in table["sites"].items()}
+            profile = cls(str(table["name"]), str(table["carrier"]), sites)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise BadInput(f"rounding profile: {error!r}") from None
+        bad = [r.format for r in known.values() if r.format not in FORMATS]
+        if bad or profile.carrier not in DTYPES:
+            raise BadInput(f"rounding profile {profile.name}: unknown format {(bad or [profile.carrier])[0]!r}")
+        return profile
+
+
+def _key(rounding: Rounding) -> str:
+    return rounding.format + (f"_{rounding.block}" if rounding.block else "")
+
+
+EXACT = Profile("exact")
+
+
+def profile_names() -> list[str]:
+    files = resources.files("reference").joinpath("profiles").iterdir()
+    return ["exact", *sorted(f.name.removesuffix(".json") for f in files if f.name.endswith(".json"))]
+
+
+@lru_cache
+def profile(name: str) -> Profile:
+    """A shipped profile by name. Raises KeyError with the known names."""
+    if name == "exact":
+        return EXACT
+    if name not in profile_names():
+        raise KeyError(f"unknown profile {name!r}; known: {', '.join(profile_names())}")
+    return Profile.from_json(json.loads(resources.files("reference").joinpath(f"profiles/{name}.json").read_text()))
+
+
+@dataclass(frozen=True)
+class Sites:
+    """The sites of one place in the model. `root` is the block (`layers.30.`), `path` the module within it (`attn.`)."""
+
+    profile: Profile = EXACT
+    tap: Tap | None = None
+    root: str = ""
+    path: str = ""
+
+    def block(self, name: str) -> Sites:
+        """Sites of a block (`layers.30`, `mtp.0.block`): part of tap names, not of site names."""
+        return Sites(self.profile, self.tap, f"{name}.", "")
+
+    def at(self, part: str) -> Sites:
+        """Sites of a part of this module: `sites.at("indexer")`."""
+        return Sites(self.profile, self.tap, self.root, f"{self.path}{part}.")
+
+    def __call__(self, site: str, x: Tensor) -> Tensor:
+        """Round x [..., n] if the profile says so, then show it to the tap."""
+        name = self.path + site
+        rounding = self.profile.sites.get(name)
+        if rounding is not None:
+            x = rounding(x, self.profile.carrier)
+        if self.tap is not None:
+            self.tap(self.root + name, x)
+        return x
+
+    def has(self, site: str) -> bool:
+        return self.path + site in self.profile.sites
