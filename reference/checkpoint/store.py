@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..config import Config
+from ..errors import BadInput
 
 # Storage tags of safetensors -> torch dtype. FP4 is stored as I8: two codes a byte.
 DTYPE_OF_TAG: dict[str, torch.dtype] = {
@@ -65,3 +66,11 @@ class WeightStore(Protocol):
     def get(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Rows [start, stop) along the first dimension, in the stored dtype. Raises BadInput for a missing name."""
         ...
+
+
+def row_range(name: str, shape: tuple[int, ...], start: int, stop: int | None) -> tuple[int, int]:
+    """The rows meant by (start, stop), checked: 0 <= start <= stop <= rows. Raises BadInput."""
+    stop = shape[0] if stop is None else stop
+    if not 0 <= start <= stop <= shape[0]:
+        raise BadInput(f"{name}: rows [{start}, {stop}) outside its {shape[0]} rows")
+    return start, stop

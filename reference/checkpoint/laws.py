@@ -1,0 +1,144 @@
+"""What a procedural weight looks like: for every parameter a table of values, chosen so that the model behaves as if trained.
+
+A law turns one random byte into a value: `table[kind of row][byte]`. Rows come in four widths (`ROW_FACTORS`), and one
+column in 64 is wider still, so that every weight has outlier channels. All numbers go through correctly rounded
+operations or are rounded to multiples of 2^-20, so that another machine draws the same codes.
+Source: docs/checkpoint.md §5.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from functools import cache
+from statistics import NormalDist
+
+from ..config import Config
+from .manifest import Parameter
+
+# Widths of a row relative to the law, and how many of 16 rows have each: plain, narrow, wide, outlier.
+ROW_FACTORS = (1.0, 0.5, 1.5, 4.0)
+ROW_COUNTS = (10, 3, 2, 1)
+FLAT_FACTORS = (1.0, 0.8, 1.2, 1.0)  # vocabulary rows and the router: an outlier row would win every time
+COLUMN_FACTOR = 3.0
+COLUMN_PERIOD = 64
+
+EMBED_STD = 0.03  # small streams: the first norms feel their epsilon, as in trained models
+UPDATE_STD = 0.3 * EMBED_STD  # what one attention or expert layer adds to the streams
+BEFORE_NORM_STD = 0.1  # output of a projection that a norm follows
+KV_NORM_GAIN = 1.6  # attention logits of standard deviation about 1.6^2: some rows matter, most do not
+SINK_RANGE = (-2.0, 7.0)  # up to the log-sum-exp of a full window
+GATE_STD = 1.5  # compressor gates: neither a mean nor a maximum over the slots
+APE_STD = 1.0
+ROUTER_STD = 1.5
+ROUTER_BIAS_STD = 0.15
+CLAMP_SHARE = 0.35  # expert activations relative to swiglu_limit: about one in 250 values is clamped
+LOGIT_STD = 2.0
+HC_MIX_STD = 1.0
+HC_SCALE_RANGE = (0.6, 1.4)
+HC_BASE_STD = 0.5
+HC_BASE_PRE, HC_BASE_POST, HC_BASE_DIAGONAL = -1.1, -0.3, 2.5
+NORM_RANGE = (0.4, 1.6)
+
+
+@dataclass(frozen=True)
+class Law:
+    """Distribution of a parameter: `std` of a normal, or the range of a uniform one, and the widths of its rows."""
+
+    std: float = 0.0
+    low: float = 0.0
+    high: float = 0.0
+    factors: tuple[float, ...] = ROW_FACTORS
+
+    def table(self) -> list[list[float]]:
+        """[5][256] values: the four kinds of row, then outlier columns. The quantiles of 256 equally likely bytes."""
+        if self.high > self.low:
+            span = self.high - self.low
+            uniform = [self.low + span * (i + 0.5) / 256 for i in range(256)]
+            return [[_round(f * v) for v in uniform] for f in (*self.factors, 1.0)]
+        unit = self.std / _rms_of_factors(self.factors)
+        return [[_round(f * z) * unit for z in _normal_quantiles()] for f in (*self.factors, COLUMN_FACTOR)]
+
+
+def _round(x: float) -> float:
+    return round(x * 2**20) / 2**20
+
+
+@cache
+def _normal_quantiles() -> tuple[float, ...]:
+    normal = NormalDist()
+    return tuple(_round(normal.inv_cdf((i + 0.5) / 256)) for i in range(256))
+
+
+@cache
+def _rms_of_factors(factors: tuple[float, ...]) -> float:
+    rows = sum(n * f * f for n, f in zip(ROW_COUNTS, factors, strict=True)) / 16
+    columns = ((COLUMN_PERIOD - 1) * rows + COLUMN_FACTOR**2) / COLUMN_PERIOD
+    return _round(math.sqrt(columns * sum(z * z for z in _normal_quantiles()) / 256))
+
+
+@cache
+def swiglu_rms(std: float) -> float:
+    """Root mean square of silu(a)·b for independent normal a, b of this standard deviation."""
+    silu = [a / (1 + math.exp(-a)) for z in _normal_quantiles() for a in (std * z,)]
+    return _round(math.sqrt(sum(s * s for s in silu) / 256)) * std
+
+
+def law(config: Config, parameter: Parameter) -> Law:
+    """The law of a parameter (not of tid2eid, which holds expert numbers)."""
+    name = re.sub(r"^(layers|mtp)\.\d+\.", "", parameter.name)
+    if re.search(r"norm\.weight$", name):
+        gain = KV_NORM_GAIN if name in ("attn.kv_norm.weight", "attn.compressor.norm.weight") else 1.0
+        return Law(low=NORM_RANGE[0] * gain, high=NORM_RANGE[1] * gain)
+    for pattern, result in _RULES:
+        if re.search(pattern, name):
+            return result
+    fan_in = parameter.shape[-1]
+    gain, factors = _projection(config, name)
+    return Law(std=gain / math.sqrt(fan_in), factors=factors)
+
+
+# Parameters whose law does not depend on the number of inputs.
+_RULES = (
+    (r"attn_sink$", Law(low=SINK_RANGE[0], high=SINK_RANGE[1], factors=FLAT_FACTORS)),
+    (r"hc_\w+_scale$", Law(low=HC_SCALE_RANGE[0], high=HC_SCALE_RANGE[1], factors=FLAT_FACTORS)),
+    (r"hc_\w+_base$", Law(std=HC_BASE_STD, factors=FLAT_FACTORS)),
+    (r"\bape$", Law(std=APE_STD)),
+    (r"gate\.bias$", Law(std=ROUTER_BIAS_STD, factors=FLAT_FACTORS)),
+    (r"^embed\.weight$", Law(std=EMBED_STD, factors=FLAT_FACTORS)),
+    (r"markov_w1\.weight$", Law(std=1.0, factors=FLAT_FACTORS)),
+)
+
+
+def _projection(config: Config, name: str) -> tuple[float, tuple[float, ...]]:
+    """Standard deviation of a projection's output for inputs of size 1, and the widths of its rows."""
+    flat = {
+        r"hc_\w+_fn$": HC_MIX_STD,
+        r"head\.weight$|markov_w2": LOGIT_STD,
+        r"ffn\.gate\.weight$": ROUTER_STD,
+        r"weights_proj|confidence_head": 1.0,
+    }
+    shaped = {
+        r"wgate\.weight$": GATE_STD,
+        r"compressor\.wkv|attn\.wkv|wq_a|attn\.wq_b|main_proj": BEFORE_NORM_STD,
+        r"indexer\.wq_b|wo_a": 1.0,
+        r"wo_b": UPDATE_STD,
+        r"e_proj|h_proj": EMBED_STD,
+        r"w1\.weight$|w3\.weight$": CLAMP_SHARE * config.swiglu_limit,
+        r"w2\.weight$": UPDATE_STD / swiglu_rms(CLAMP_SHARE * config.swiglu_limit),
+    }
+    for rules, factors in ((flat, FLAT_FACTORS), (shaped, ROW_FACTORS)):
+        for pattern, gain in rules.items():
+            if re.search(pattern, name):
+                return gain, factors
+    raise KeyError(f"no law for {name}")
+
+
+def hc_base_mean(config: Config, name: str, length: int) -> list[float]:
+    """What `hc_*_base` scatters around: streams read weakly, written about once, and mostly kept apart."""
+    hc = config.hc_mult
+    if length == hc:
+        return [HC_BASE_PRE] * hc
+    comb = [HC_BASE_DIAGONAL * (j == k) for j in range(hc) for k in range(hc)]
+    return [HC_BASE_PRE] * hc + [HC_BASE_POST] * hc + comb

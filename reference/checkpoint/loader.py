@@ -1,0 +1,189 @@
+"""From tensors with names to modules: which weight goes where, and how long it stays.
+
+A model whose dequantised weights fit into `memory` is kept whole; a larger one is read layer by layer, with experts
+fetched when a token asks for them. Source: docs/checkpoint.md §4.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from functools import lru_cache, partial
+
+import torch
+from torch import Tensor
+
+from ..attention import Attention
+from ..block import Block
+from ..compressor import Compressor
+from ..config import Config
+from ..errors import BadInput
+from ..hyper_connection import HyperConnection, HyperHead
+from ..indexer import Indexer
+from ..linear import Linear
+from ..moe import Expert, MoE
+from ..mtp import MTP
+from ..rope import Rope
+from .store import DTYPE_OF_TAG, TensorInfo, WeightStore
+
+
+def dense_bytes(store: WeightStore, dtype: torch.dtype) -> int:
+    """Bytes of all weights dequantised to `dtype` (an upper bound: scales count as weights)."""
+    elements = 0
+    for info in store.tensors.values():
+        count = info.nbytes // DTYPE_OF_TAG[info.dtype].itemsize
+        elements += 2 * count if info.dtype == "I8" else count
+    return elements * dtype.itemsize
+
+
+class Loader:
+    """Builds the modules of `reference` from a store, in the dtype of the run.
+
+    `memory` bounds, in bytes, the weights that are kept between uses. `experts_loaded` lists every fetch of an expert.
+    """
+
+    def __init__(self, store: WeightStore, dtype: torch.dtype, memory: int) -> None:
+        self.store = store
+        self.config: Config = store.config
+        self.dtype = dtype
+        self.memory = memory
+        self.resident = dense_bytes(store, dtype) <= memory
+        self.experts_loaded: list[str] = []
+        self._experts: OrderedDict[str, tuple[Expert, int]] = OrderedDict()
+        self._blocks: dict[str, Block] = {}
+        self.head = lru_cache(self._head)
+
+    def tensor(self, name: str) -> Tensor:
+        """A small tensor (norm, sink, bias, mix) in the dtype of the run."""
+        return self.store.get(name).to(self.dtype)
+
+    def linear(self, name: str) -> Linear:
+        """`name.weight` with `name.scale` where it is stored quantised."""
+        scale = self.store.get(f"{name}.scale") if f"{name}.scale" in self.store.tensors else None
+        linear = Linear(self.store.get(f"{name}.weight"), scale)
+        if linear.quantized and scale is None:
+            raise BadInput(f"{name}.weight is quantised but {name}.scale is missing")
+        return linear.keep(self.dtype) if self.resident else linear
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Embedding rows [t, D] of token ids [t]; only these rows are read."""
+        rows, place = ids.unique(return_inverse=True)
+        table = torch.cat([self.store.get("embed.weight", i, i + 1) for i in rows.tolist()])
+        return table[place].to(self.dtype)
+
+    def _head(self) -> tuple[HyperHead, Tensor, Linear]:
+        """The last mix, the last norm, and the output matrix; held once read."""
+        return self._hyper_head(""), self.tensor("norm.weight"), self.linear("head")
+
+    def block(self, layer: int) -> Block:
+        """Layer `layer`; drafter block i is layer `num_hidden_layers + i`."""
+        c = self.config
+        name = f"layers.{layer}" if layer < c.num_hidden_layers else f"mtp.{layer - c.num_hidden_layers}"
+        if name in self._blocks:
+            return self._blocks[name]
+        block = Block(
+            hc_attn=self._hyper_connection(f"{name}.hc_attn"),
+            attn_norm=self.tensor(f"{name}.attn_norm.weight"),
+            attn=self._attention(f"{name}.attn", layer),
+            hc_ffn=self._hyper_connection(f"{name}.hc_ffn"),
+            ffn_norm=self.tensor(f"{name}.ffn_norm.weight"),
+            ffn=self._moe(f"{name}.ffn", layer),
+            eps=c.rms_norm_eps,
+        )
+        if self.resident:
+            self._blocks[name] = block
+        return block
+
+    def mtp(self, index: int) -> MTP:
+        """Serial MTP block `index`. Raises BadInput where the checkpoint has none, or a DSpark drafter."""
+        if self.config.dspark is not None:
+            raise BadInput("this checkpoint drafts with DSpark, whose forward is not defined here; it has no serial MTP")
+        if index >= self.config.num_drafter_blocks:
+            raise BadInput(f"this checkpoint has no mtp.{index}")
+        name = f"mtp.{index}"
+        return MTP(
+            e_proj=self.linear(f"{name}.e_proj"),
+            h_proj=self.linear(f"{name}.h_proj"),
+            enorm=self.tensor(f"{name}.enorm.weight"),
+            hnorm=self.tensor(f"{name}.hnorm.weight"),
+            block=self.block(self.config.num_hidden_layers + index),
+            hc_head=self._hyper_head(f"{name}."),
+            norm=self.tensor(f"{name}.norm.weight"),
+            eps=self.config.rms_norm_eps,
+        )
+
+    def expert(self, name: str, number: int) -> Expert:
+        """One routed expert; the least recently used ones leave when `memory` is full."""
+        key = f"{name}.experts.{number}"
+        if key in self._experts:
+            self._experts.move_to_end(key)
+            return self._experts[key][0]
+        self.experts_loaded.append(key)
+        expert = self._swiglu(key)
+        size = sum(info.nbytes for part in ("w1", "w2", "w3") for info in self._stored(f"{key}.{part}"))
+        self._experts[key] = (expert, size)
+        while not self.resident and sum(s for _, s in self._experts.values()) > self.memory and len(self._experts) > 1:
+            self._experts.popitem(last=False)
+        return expert
+
+    def _stored(self, name: str) -> list[TensorInfo]:
+        return [self.store.tensors[n] for n in (f"{name}.weight", f"{name}.scale") if n in self.store.tensors]
+
+    def _swiglu(self, name: str) -> Expert:
+        return Expert(self.linear(f"{name}.w1"), self.linear(f"{name}.w2"), self.linear(f"{name}.w3"))
+
+    def _hyper_connection(self, name: str) -> HyperConnection:
+        c = self.config
+        fn, base, scale = (self.tensor(f"{name}_{part}") for part in ("fn", "base", "scale"))
+        return HyperConnection(fn, base, scale, c.hc_sinkhorn_iters, c.hc_eps, c.rms_norm_eps)
+
+    def _hyper_head(self, prefix: str) -> HyperHead:
+        fn, base, scale = (self.tensor(f"{prefix}hc_head_{part}") for part in ("fn", "base", "scale"))
+        return HyperHead(fn, base, scale, self.config.hc_eps, self.config.rms_norm_eps)
+
+    def _compressor(self, name: str, layer: int, rotated: bool) -> Compressor:
+        return Compressor(
+            wkv=self.linear(f"{name}.wkv"),
+            wgate=self.linear(f"{name}.wgate"),
+            ape=self.tensor(f"{name}.ape"),
+            norm=self.tensor(f"{name}.norm.weight"),
+            ratio=self.config.ratio(layer),
+            rope=Rope.of_layer(self.config, layer),
+            eps=self.config.rms_norm_eps,
+            rotated=rotated,
+        )
+
+    def _indexer(self, name: str, layer: int) -> Indexer:
+        c = self.config
+        compressor = self._compressor(f"{name}.compressor", layer, rotated=True)
+        wq_b, weights_proj = self.linear(f"{name}.wq_b"), self.linear(f"{name}.weights_proj")
+        return Indexer(wq_b, weights_proj, compressor, c.index_n_heads, c.index_head_dim, c.index_topk)
+
+    def _attention(self, name: str, layer: int) -> Attention:
+        c, kind = self.config, self.config.kind(layer)
+        return Attention(
+            **{w: self.linear(f"{name}.{w}") for w in ("wq_a", "wq_b", "wkv", "wo_a", "wo_b")},
+            q_norm=self.tensor(f"{name}.q_norm.weight"),
+            kv_norm=self.tensor(f"{name}.kv_norm.weight"),
+            sink=self.tensor(f"{name}.attn_sink"),
+            compressor=None if kind == "window" else self._compressor(f"{name}.compressor", layer, rotated=False),
+            indexer=self._indexer(f"{name}.indexer", layer) if kind == "csa" else None,
+            rope=Rope.of_layer(c, layer),
+            n_heads=c.num_attention_heads,
+            head_dim=c.head_dim,
+            n_groups=c.o_groups,
+            sliding_window=c.sliding_window,
+            eps=c.rms_norm_eps,
+        )
+
+    def _moe(self, name: str, layer: int) -> MoE:
+        c, hashed = self.config, self.config.is_hash_layer(layer)
+        return MoE(
+            gate=self.tensor(f"{name}.gate.weight"),
+            bias=None if hashed else self.tensor(f"{name}.gate.bias"),
+            tid2eid=self.store.get(f"{name}.gate.tid2eid") if hashed else None,
+            expert=partial(self.expert, name),
+            shared=self._swiglu(f"{name}.shared_experts"),
+            top_k=c.num_experts_per_tok,
+            scaling=c.routed_scaling_factor,
+            limit=c.swiglu_limit,
+        )
