@@ -1,0 +1,87 @@
+"""What the kernel tests share: mutants of kernel files, legal ranges of rounded results, adversarial data."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+UNIT = 2.0**-24  # unit roundoff of float32
+_serial = itertools.count()
+
+
+def gamma(n: int) -> float:
+    """Relative error bound of n float32 roundings in a row, in any order of summation."""
+    return n * UNIT / (1 - n * UNIT)
+
+
+def mutant(module: ModuleType, tmp_path: Path, *edits: tuple[str, str]) -> ModuleType:
+    """The kernel file with planted mistakes: every edit must match exactly once."""
+    source = Path(module.__file__).read_text()
+    for old, new in edits:
+        assert source.count(old) == 1, f"{old!r} stands {source.count(old)} times in {module.__name__}"
+        source = source.replace(old, new)
+    name = f"{module.__package__}.mutant_{next(_serial)}"
+    path = tmp_path / f"{name}.py"
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location(name, path)
+    mutated = importlib.util.module_from_spec(spec)
+    sys.modules[name] = mutated
+    spec.loader.exec_module(mutated)
+    return mutated
+
+
+def bf16(x: Tensor) -> Tensor:
+    """float64 -> bfloat16 values in float64, one rounding to nearest even (no double rounding by way of float32)."""
+    mantissa, exponent = torch.frexp(x)
+    step = torch.ldexp(torch.ones_like(x), exponent.clamp_min(-125) - 8)
+    return torch.where(mantissa == 0, x, torch.round(x / step) * step)
+
+
+def illegal_bf16(got: Tensor, want: Tensor, bound: Tensor) -> Tensor:
+    """Where bfloat16 `got` is not the rounding of any value within `bound` of float64 `want`."""
+    got = got.double()
+    return ~((bf16(want - bound) <= got) & (got <= bf16(want + bound)))
+
+
+E4M3_VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+_GRID = E4M3_VALUES[:127]
+
+
+def e4m3(x: Tensor) -> Tensor:
+    """float64 -> E4M3 values in float64: the nearest of the table, ties to the even code, clamped to +-448."""
+    upper = torch.searchsorted(_GRID, x.abs().contiguous()).clamp(1, 126)
+    down, up = x.abs() - _GRID[upper - 1], _GRID[upper] - x.abs()
+    take_upper = (up < down) | ((up == down) & (upper % 2 == 0))
+    return torch.copysign(_GRID[torch.where(take_upper, upper, upper - 1)], x)
+
+
+def illegal_e4m3(code: Tensor, want: Tensor, bound: Tensor) -> Tensor:
+    """Where a code is not the rounding of any value within `bound` of float64 `want`."""
+    got = E4M3_VALUES[code.int()]
+    return ~((e4m3(want - bound) <= got) & (got <= e4m3(want + bound)))
+
+
+def scale_byte(amax: Tensor) -> Tensor:
+    """float64 amax -> scale byte 127 + ceil(log2(max(amax, 1e-4) / 448)), found by trying all powers of two."""
+    powers = torch.arange(-126, 127).double().exp2()
+    return torch.searchsorted(powers * 448.0, amax.clamp_min(1e-4).contiguous()) + 1
+
+
+def scale_value(byte: Tensor) -> Tensor:
+    return torch.ldexp(torch.ones(byte.shape, dtype=torch.float64), byte.int() - 127)
+
+
+def uneven(generator: torch.Generator, *shape: int, spread: int = 6) -> Tensor:
+    """float32 normals whose blocks of 32 channels have scales up to 2^+-spread apart, with an outlier in each row."""
+    x = torch.randn(*shape, generator=generator)
+    blocks = -(-shape[-1] // 32)
+    exponent = torch.randint(-spread, spread + 1, (*shape[:-1], blocks), generator=generator)
+    x = x * exponent.float().exp2().repeat_interleave(32, -1)[..., : shape[-1]]
+    where = torch.randint(0, shape[-1], (*shape[:-1], 1), generator=generator)
+    return x.scatter(-1, where, 50.0 * 2**spread)
