@@ -1,7 +1,8 @@
 """Compiled loops of the procedural store: counter-based random words turned into stored elements through tables.
 
-Word g of row r is `mix(key + r * STRIDE + g * STEP)`, so every element depends only on the tensor's key and its own
-place. Source: docs/checkpoint.md §5. Imported on first use: it needs numba.
+The unit is a word of 64 bits: 2 float32, 4 bfloat16, 8 E4M3 or 16 E2M1 elements of one row. Word g of row r comes from
+`mix(key + r * STRIDE + g * STEP)`: it depends on the tensor's key and its own place, on nothing else.
+Source: docs/checkpoint.md §5. Imported on first use: it needs numba.
 """
 
 from __future__ import annotations
@@ -11,63 +12,62 @@ from typing import Any
 import numpy as np
 from numba import njit, prange
 
+Array = np.ndarray[Any, Any]
+TABLE_WORDS = 2048
+
 STEP = np.uint64(0x9E3779B97F4A7C15)
 STRIDE = np.uint64(0xD1342543DE82EF95)
+_PICK = np.uint64(0xD6E8FEB86659FD93)
+_PICK_SHIFT = np.uint64(53)  # leaves 11 bits, an index below TABLE_WORDS
 _M1 = np.uint64(0xBF58476D1CE4E5B9)
 _M2 = np.uint64(0x94D049BB133111EB)
 _S30, _S27, _S31 = np.uint64(30), np.uint64(27), np.uint64(31)
-Array = np.ndarray[Any, Any]
 
 
 @njit(inline="always")
 def mix(x):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
-    """Finaliser of splitmix64: a bijection of 64-bit words whose output bits all depend on all input bits."""
+    """Finaliser of splitmix64: a bijection of 64-bit words in which every output bit depends on every input bit."""
     x = (x ^ (x >> _S30)) * _M1
     x = (x ^ (x >> _S27)) * _M2
     return x ^ (x >> _S31)
 
 
 @njit(parallel=True, cache=True, nogil=True)
-def fill(key: np.uint64, start: int, table: Array, row_kinds: Array, jitter: int, columns: Array, out: Array) -> None:
-    """Draw rows [start, start + len(out)) of a tensor into out [rows, n] (uint8, uint16 or uint32).
+def fill(
+    key: np.uint64, start: int, table: Array, kinds: Array, free: np.uint64, columns: Array, element: int, out: Array
+) -> None:
+    """Draw rows [start, start + len(out)) of a tensor into out [rows, words] (uint64).
 
-    table [5, 256] holds element bits by kind of row and random byte, kind 4 for the outlier `columns`; `jitter` masks the
-    low bits that further random bits may change; row_kinds [16] gives the kind for 4 random bits.
+    table [5, 2048] (uint64) holds magnitudes by kind of row, kind 4 for the outlier `columns`; kinds [16] is the kind
+    for 4 random bits; `free` marks the bits of a word that are random whatever the table holds; `element` is the number
+    of bits of an element.
     """
-    n = out.shape[1]
-    size = out.itemsize
-    per_word = 8 // size
-    bits = np.uint64(8 * size)
-    word_count = n // per_word
-    mask, low, eight, fifteen = np.uint64(jitter), np.uint64(255), np.uint64(8), np.uint64(15)
+    per_word = 64 // element
+    ones = np.uint64((1 << element) - 1)
     for r in prange(out.shape[0]):
         base = key + np.uint64(start + r) * STRIDE
-        kind = row_kinds[mix(base ^ STEP) & fifteen]
-        for g in range(word_count):
+        row, outliers, drawn = table[kinds[mix(base ^ STEP) & np.uint64(15)]], table[4], out[r]
+        for g in range(drawn.shape[0]):
             word = mix(base + np.uint64(g) * STEP)
-            for i in range(per_word):
-                piece = word >> (np.uint64(i) * bits)
-                out[r, g * per_word + i] = np.uint64(table[kind, piece & low]) ^ ((piece >> eight) & mask)
-        for k in range(n - word_count * per_word):
-            piece = mix(base + np.uint64(word_count) * STEP) >> (np.uint64(k) * bits)
-            out[r, word_count * per_word + k] = np.uint64(table[kind, piece & low]) ^ ((piece >> eight) & mask)
+            drawn[g] = row[(word * _PICK) >> _PICK_SHIFT] ^ (word & free)
         for c in columns:
-            piece = mix(base + np.uint64(c // per_word) * STEP) >> (np.uint64(c % per_word) * bits)
-            out[r, c] = np.uint64(table[4, piece & low]) ^ ((piece >> eight) & mask)
+            g = c // per_word
+            word = mix(base + np.uint64(g) * STEP)
+            here = ones << np.uint64((c % per_word) * element)
+            drawn[g] = (drawn[g] & ~here) | ((outliers[(word * _PICK) >> _PICK_SHIFT] ^ (word & free)) & here)
 
 
 @njit(parallel=True, cache=True, nogil=True)
 def fill_scales(key: np.uint64, start: int, base: int, steps: Array, out: Array) -> None:
-    """Draw rows of an E8M0 scale into out [rows, n] (uint8): base + steps[byte] + parity, so that neighbours differ.
+    """Draw rows of an E8M0 scale into out [rows, n] (uint8): base + steps[random byte] + parity of row + column.
 
     `steps` [256] is even, hence horizontally and vertically adjacent blocks never share an exponent.
     """
-    low, eight = np.uint64(255), np.uint64(8)
     for r in prange(out.shape[0]):
         row = key + np.uint64(start + r) * STRIDE
         for c in range(out.shape[1]):
-            word = mix(row + np.uint64(c // 8) * STEP) >> (np.uint64(c % 8) * eight)
-            out[r, c] = base + steps[word & low] + ((start + r + c) & 1)
+            word = mix(row + np.uint64(c // 8) * STEP) >> np.uint64(c % 8 * 8)
+            out[r, c] = base + steps[word & np.uint64(255)] + ((start + r + c) & 1)
 
 
 @njit(parallel=True, cache=True, nogil=True)
@@ -76,10 +76,16 @@ def fill_distinct(key: np.uint64, start: int, experts: int, out: Array) -> None:
     for r in prange(out.shape[0]):
         row = key + np.uint64(start + r) * STRIDE
         for k in range(out.shape[1]):
-            rank = np.int64(mix(row + np.uint64(k) * STEP) % np.uint64(experts - k))
-            # The rank-th number not taken yet: step over the taken ones in ascending order.
-            taken = np.sort(out[r, :k])
-            for e in taken:
-                if rank >= e:
-                    rank += 1
-            out[r, k] = rank
+            expert = np.int64(mix(row + np.uint64(k) * STEP) % np.uint64(experts))
+            while np.any(out[r, :k] == expert):
+                expert = (expert + 1) % experts
+            out[r, k] = expert
+
+
+def order(n: int) -> Array:
+    """A fixed shuffle of range(n)."""
+    with np.errstate(over="ignore"):
+        words = np.arange(n, dtype=np.uint64) * STEP
+        words = (words ^ (words >> _S30)) * _M1
+        words = (words ^ (words >> _S27)) * _M2
+    return np.argsort(words ^ (words >> _S31), kind="stable")

@@ -1,8 +1,8 @@
-"""What a procedural weight looks like: for every parameter a table of values, chosen so that the model behaves as if trained.
+"""What procedural weights look like: a distribution for every parameter, so that the model behaves as if trained.
 
-A law turns one random byte into a value: `table[kind of row][byte]`. Rows come in four widths (`ROW_FACTORS`), and one
-column in 64 is wider still, so that every weight has outlier channels. All numbers go through correctly rounded
-operations or are rounded to multiples of 2^-20, so that another machine draws the same codes.
+A law gives the quantiles from which elements are drawn. Rows come in four widths (`ROW_FACTORS`), and one column in
+128 is wider still, so that every weight has outlier channels. Quantiles are rounded to multiples of 2^-20, so that
+another machine's `log` and `exp` draw the same elements.
 Source: docs/checkpoint.md §5.
 """
 
@@ -13,21 +13,26 @@ import re
 from dataclasses import dataclass
 from functools import cache
 from statistics import NormalDist
+from typing import Any
+
+import numpy as np
 
 from ..config import Config
 from .manifest import Parameter
+
+Array = np.ndarray[Any, Any]
 
 # Widths of a row relative to the law, and how many of 16 rows have each: plain, narrow, wide, outlier.
 ROW_FACTORS = (1.0, 0.5, 1.5, 4.0)
 ROW_COUNTS = (10, 3, 2, 1)
 FLAT_FACTORS = (1.0, 0.8, 1.2, 1.0)  # vocabulary rows and the router: an outlier row would win every time
-COLUMN_FACTOR = 3.0
-COLUMN_PERIOD = 64
+COLUMN_FACTOR = 4.0
+COLUMN_PERIOD = 128
 
 EMBED_STD = 0.03  # small streams: the first norms feel their epsilon, as in trained models
 UPDATE_STD = 0.3 * EMBED_STD  # what one attention or expert layer adds to the streams
 BEFORE_NORM_STD = 0.1  # output of a projection that a norm follows
-KV_NORM_GAIN = 1.6  # attention logits of standard deviation about 1.6^2: some rows matter, most do not
+KV_NORM_GAIN = 2.0  # attention logits of standard deviation 2: a few rows matter, most do not
 SINK_RANGE = (-2.0, 7.0)  # up to the log-sum-exp of a full window
 GATE_STD = 1.5  # compressor gates: neither a mean nor a maximum over the slots
 APE_STD = 1.0
@@ -39,50 +44,52 @@ HC_MIX_STD = 1.0
 HC_SCALE_RANGE = (0.6, 1.4)
 HC_BASE_STD = 0.5
 HC_BASE_PRE, HC_BASE_POST, HC_BASE_DIAGONAL = -1.1, -0.3, 2.5
-NORM_RANGE = (0.4, 1.6)
+NORM_RANGE = (0.27, 1.08)  # root mean square 1 over the four widths
 
 
 @dataclass(frozen=True)
 class Law:
-    """Distribution of a parameter: `std` of a normal, or the range of a uniform one, and the widths of its rows."""
+    """Distribution of a parameter: normal of standard deviation `std` or uniform on [low, high); widths of its rows."""
 
     std: float = 0.0
     low: float = 0.0
     high: float = 0.0
     factors: tuple[float, ...] = ROW_FACTORS
 
-    def table(self) -> list[list[float]]:
-        """[5][256] values: the four kinds of row, then outlier columns. The quantiles of 256 equally likely bytes."""
-        if self.high > self.low:
-            span = self.high - self.low
-            uniform = [self.low + span * (i + 0.5) / 256 for i in range(256)]
-            return [[_round(f * v) for v in uniform] for f in (*self.factors, 1.0)]
-        unit = self.std / _rms_of_factors(self.factors)
-        return [[_round(f * z) * unit for z in _normal_quantiles()] for f in (*self.factors, COLUMN_FACTOR)]
+    @property
+    def signed(self) -> bool:
+        """Whether the sign is drawn apart from the magnitude."""
+        return self.std > 0
 
+    def quantiles(self, n: int) -> Array:
+        """n equally likely values (float64) at width 1: magnitudes of the normal, or the uniform's values."""
+        if self.signed:
+            return _half_normal(n) * (self.std / _rms_of_factors(self.factors))
+        return self.low + (self.high - self.low) * (np.arange(n) + 0.5) / n
 
-def _round(x: float) -> float:
-    return round(x * 2**20) / 2**20
+    def widths(self) -> tuple[float, ...]:
+        """Of the four kinds of row, then of outlier columns."""
+        return (*self.factors, COLUMN_FACTOR)
 
 
 @cache
-def _normal_quantiles() -> tuple[float, ...]:
+def _half_normal(n: int) -> Array:
     normal = NormalDist()
-    return tuple(_round(normal.inv_cdf((i + 0.5) / 256)) for i in range(256))
+    exact = np.array([normal.inv_cdf(0.5 + (i + 0.5) / (2 * n)) for i in range(n)])
+    return np.round(exact * 2**20) / 2**20
 
 
-@cache
 def _rms_of_factors(factors: tuple[float, ...]) -> float:
-    rows = sum(n * f * f for n, f in zip(ROW_COUNTS, factors, strict=True)) / 16
-    columns = ((COLUMN_PERIOD - 1) * rows + COLUMN_FACTOR**2) / COLUMN_PERIOD
-    return _round(math.sqrt(columns * sum(z * z for z in _normal_quantiles()) / 256))
+    rows = sum(n * f * f for n, f in zip(ROW_COUNTS, factors, strict=True)) / sum(ROW_COUNTS)
+    return math.sqrt(((COLUMN_PERIOD - 1) * rows + COLUMN_FACTOR**2) / COLUMN_PERIOD)
 
 
 @cache
 def swiglu_rms(std: float) -> float:
-    """Root mean square of silu(a)·b for independent normal a, b of this standard deviation."""
-    silu = [a / (1 + math.exp(-a)) for z in _normal_quantiles() for a in (std * z,)]
-    return _round(math.sqrt(sum(s * s for s in silu) / 256)) * std
+    """Root mean square of silu(a)·b for independent normal a and b of this standard deviation."""
+    a = std * np.concatenate([_half_normal(512), -_half_normal(512)])
+    silu = np.round(a / (1 + np.exp(-a)) * 2**20) / 2**20
+    return math.sqrt(float(np.mean(silu**2))) * std
 
 
 def law(config: Config, parameter: Parameter) -> Law:
@@ -135,7 +142,7 @@ def _projection(config: Config, name: str) -> tuple[float, tuple[float, ...]]:
     raise KeyError(f"no law for {name}")
 
 
-def hc_base_mean(config: Config, name: str, length: int) -> list[float]:
+def hc_base_mean(config: Config, length: int) -> list[float]:
     """What `hc_*_base` scatters around: streams read weakly, written about once, and mostly kept apart."""
     hc = config.hc_mult
     if length == hc:

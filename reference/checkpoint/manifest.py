@@ -184,7 +184,7 @@ def by_shard(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str, TensorInf
 
 
 def file_header(tensors: Mapping[str, TensorInfo]) -> bytes:
-    """The first bytes of a shard that holds these tensors in this order: length (8 bytes), JSON, spaces to a multiple of 8."""
+    """The first bytes of a shard that holds these tensors in this order: length in 8 bytes, JSON, spaces up to 8."""
     entries, offset = {}, 0
     for name, info in tensors.items():
         end = offset + info.nbytes

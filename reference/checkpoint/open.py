@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from ..errors import BadInput
 from .procedural import ProceduralStore
 from .store import WeightStore

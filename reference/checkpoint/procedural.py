@@ -1,6 +1,6 @@
-"""A checkpoint without files: every tensor of a release, drawn on request from (generator version, seed, name, element).
+"""A checkpoint without files: every tensor of a release, a pure function of (generator version, seed, name, element).
 
-Source: docs/checkpoint.md §5. A slice of rows equals the same rows of the whole tensor, bit for bit; nothing else is made.
+Source: docs/checkpoint.md §5. Only the rows asked for are drawn, and they equal those of the whole tensor bit for bit.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -25,19 +25,23 @@ from .store import DTYPE_OF_TAG, TensorInfo, row_range
 
 GENERATOR_VERSION = 1
 
-# Scale exponents: even steps around the base, by random byte (half, three eighths, one eighth), plus a checkerboard of 0 and 1.
+# Scale exponents: an even step by random byte (a half, three eighths, an eighth), plus a checkerboard of 0 and 1.
 _SCALE_STEPS = np.repeat(np.array([0, -2, 2]), [128, 96, 32])
-# Standard deviation of codes at the smallest base exponent; the base is chosen so that it lies in [this, twice this).
+_SCALE_RMS = math.sqrt(float(np.mean(4.0**_SCALE_STEPS)) * (1 + 4) / 2)
+# Standard deviation of the codes at least; the base exponent keeps it below twice this.
 _CODE_STD = {"F8_E4M3": 28.0, "I8": 1.2}
-_JITTER = {"F32": (1 << 18) - 1, "BF16": 31, "F8_E4M3": 0, "I8": 0}
-_BITS = {"F32": np.uint32, "BF16": np.uint16, "F8_E4M3": np.uint8, "I8": np.uint8}
+# Bits of an element, and which of them are random whatever the table holds: the sign, mantissa below its resolution.
+_ELEMENT_BITS = {"F32": 32, "BF16": 16, "F8_E4M3": 8, "I8": 4}
+_SIGN = {"F32": 1 << 31, "BF16": 1 << 15, "F8_E4M3": 1 << 7, "I8": 1 << 3}
+_FINE = {"F32": (1 << 17) - 1, "BF16": 7, "F8_E4M3": 0, "I8": 0}
 _ROW_KINDS = np.repeat(np.arange(4), laws.ROW_COUNTS)
 
 
 class ProceduralStore:
-    """The weights of a named model or a configuration, in the released storage. `WeightStore` without a disk."""
+    """The weights of a named model or of any configuration, in the released storage: a `WeightStore` without a disk."""
 
     def __init__(self, model: str | Config, seed: int = 0) -> None:
+        """Raises BadInput for a name that is no preset."""
         if isinstance(model, str) and model not in CONFIG_JSON:
             raise BadInput(f"procedural:{model}: unknown preset; known: {', '.join(CONFIG_JSON)}")
         self._name = model if isinstance(model, str) else _config_digest(model)
@@ -71,9 +75,27 @@ class ProceduralStore:
         if info is None:
             raise BadInput(f"{self.identity}: no tensor {name}")
         start, stop = row_range(name, info.shape, start, stop)
-        key = _key(self._seed, name)
-        values = _draw(self._config, self._parameters, name, info, key, start, stop)
+        values = self._draw(name, info, start, stop)
         self._bytes_read += values.nbytes
+        return values
+
+    def _draw(self, name: str, info: TensorInfo, start: int, stop: int) -> Tensor:
+        from . import drawing
+
+        key = _key(self._seed, name)
+        if info.dtype == "I64":
+            ids = np.empty((stop - start, *info.shape[1:]), dtype=np.int64)
+            drawing.fill_distinct(key, start, self._config.n_routed_experts, ids)
+            return torch.from_numpy(ids)
+        if info.dtype == "F8_E8M0":
+            scale = np.empty((stop - start, *info.shape[1:]), dtype=np.uint8)
+            weight = self._parameters[name.removesuffix("scale") + "weight"]
+            base = 127 + _exponent(laws.law(self._config, weight).std, weight.dtype)
+            drawing.fill_scales(key, start, base, _SCALE_STEPS, scale)
+            return torch.from_numpy(scale).view(torch.float8_e8m0fnu)
+        values = _draw_values(laws.law(self._config, self._parameters[name]), info, key, start, stop)
+        if name.endswith("_base"):
+            values += torch.tensor(laws.hc_base_mean(self._config, info.shape[0]))[start:stop]
         return values
 
 
@@ -83,64 +105,55 @@ def _config_digest(config: Config) -> str:
 
 def _key(seed: int, name: str) -> np.uint64:
     digest = hashlib.sha256(f"{GENERATOR_VERSION}/{seed}/{name}".encode()).digest()
-    return np.frombuffer(digest[:8], dtype="<u8")[0]
+    return np.uint64(int.from_bytes(digest[:8], "little"))
 
 
-def _draw(
-    config: Config, params: Mapping[str, Parameter], name: str, info: TensorInfo, key: np.uint64, start: int, stop: int
-) -> Tensor:
+def _draw_values(law: laws.Law, info: TensorInfo, key: np.uint64, start: int, stop: int) -> Tensor:
     from . import drawing
 
-    rows, columns = stop - start, math.prod(info.shape[1:])
-    shape = (rows, *info.shape[1:])
-    if info.dtype == "I64":
-        ids = torch.empty(rows, columns, dtype=torch.int64)
-        drawing.fill_distinct(key, start, config.n_routed_experts, ids.numpy())
-        return ids
-    if info.dtype == "F8_E8M0":
-        out = torch.empty(rows, columns, dtype=torch.uint8)
-        weight = params[name.removesuffix("scale") + "weight"]
-        drawing.fill_scales(key, start, 127 + _exponent(config, weight), _SCALE_STEPS, out.numpy())
-        return out.view(torch.float8_e8m0fnu)
-    bits = np.empty((rows, columns), dtype=_BITS[info.dtype])
-    table = _table(config, params[name])
-    drawing.fill(key, start, table, _ROW_KINDS, _JITTER[info.dtype], _outlier_columns(key, columns), bits)
-    values = torch.from_numpy(bits).view(DTYPE_OF_TAG[info.dtype]).view(shape)
-    if "hc_" in name and name.endswith("_base"):
-        values += torch.tensor(laws.hc_base_mean(config, name, info.shape[0]))[start:stop]
-    return values
+    tag = info.dtype
+    row_bytes = info.nbytes // info.shape[0]
+    words = np.empty((stop - start, -(-row_bytes // 8)), dtype=np.uint64)
+    free = _repeat(_FINE[tag] | (_SIGN[tag] if law.signed else 0), tag)
+    columns = _outlier_columns(int(key), 8 * row_bytes // _ELEMENT_BITS[tag] if len(info.shape) > 1 else 0)
+    drawing.fill(key, start, _table(law, tag), _ROW_KINDS, free, columns, _ELEMENT_BITS[tag], words)
+    held = torch.from_numpy(words.view(np.uint8))[:, :row_bytes].contiguous()
+    return held.view(DTYPE_OF_TAG[tag]).view(stop - start, *info.shape[1:])
 
 
-def _outlier_columns(key: np.uint64, columns: int) -> Any:
-    """One column of each 64, at a place of its own in each; tensors narrower than that have none."""
-    if columns < laws.COLUMN_PERIOD:
-        return np.empty(0, dtype=np.int64)
-    place = np.random.Philox(key=int(key)).random_raw(columns // laws.COLUMN_PERIOD) % laws.COLUMN_PERIOD
-    return np.arange(len(place)) * laws.COLUMN_PERIOD + place.astype(np.int64)
+def _repeat(element: int, tag: str) -> np.uint64:
+    """The word whose every element has these bits."""
+    bits = _ELEMENT_BITS[tag]
+    return np.uint64(sum(element << at for at in range(0, 64, bits)))
 
 
-def _scale_rms() -> float:
-    """Root mean square of a block scale relative to its base: steps and checkerboard are independent."""
-    return math.sqrt(float(np.mean(4.0**_SCALE_STEPS)) * (1 + 4) / 2)
+def _outlier_columns(key: int, columns: int) -> Any:
+    """One column in each run of `COLUMN_PERIOD`, at a place that differs from run to run."""
+    period = laws.COLUMN_PERIOD
+    digest = hashlib.shake_256(key.to_bytes(8, "little")).digest(2 * -(-columns // period))
+    place = np.frombuffer(digest, dtype="<u2") % period + np.arange(0, columns, period)
+    return place[place < columns].astype(np.int64)
 
 
-def _exponent(config: Config, weight: Parameter) -> int:
-    """Base exponent of a tensor's scales: the largest that keeps the codes' standard deviation at its lower bound or above."""
-    return math.floor(math.log2(laws.law(config, weight).std / (_scale_rms() * _CODE_STD[weight.dtype])))
+def _exponent(std: float, tag: str) -> int:
+    """Base exponent of a tensor's scales: the largest that leaves its codes at least the deviation `_CODE_STD`."""
+    return math.frexp(std / (_SCALE_RMS * _CODE_STD[tag]))[1] - 1
 
 
-def _table(config: Config, parameter: Parameter) -> Any:
-    """Element bits [5, 256] by kind of row and random byte; for I8 the byte of two codes."""
-    law = laws.law(config, parameter)
-    values = torch.tensor(law.table(), dtype=torch.float64)
-    if parameter.dtype in _CODE_STD:
-        values = values / (_scale_rms() * 2.0 ** _exponent(config, parameter))
-    values = values.float()
-    if parameter.dtype == "F8_E4M3":
-        return formats.e4m3_encode(values).numpy()
-    if parameter.dtype == "I8":
-        code = formats.e2m1_encode(values)
-        # Both nibbles see all 256 quantiles: the high one in bit-reversed order, which leaves them uncorrelated.
-        reversed_bits = [int(f"{i:08b}"[::-1], 2) for i in range(256)]
-        return (code | (code[:, reversed_bits] << 4)).numpy()
-    return values.to(DTYPE_OF_TAG[parameter.dtype]).view(torch.int16 if parameter.dtype == "BF16" else torch.int32).numpy().view(_BITS[parameter.dtype])
+@lru_cache(maxsize=64)
+def _table(law: laws.Law, tag: str) -> Any:
+    """[5, 2048] words (uint64) of element bits: the law's quantiles, shuffled, by kind of row, then outlier columns."""
+    from . import drawing
+
+    per_word = 64 // _ELEMENT_BITS[tag]
+    quantiles = law.quantiles(drawing.TABLE_WORDS * per_word)[drawing.order(drawing.TABLE_WORDS * per_word)]
+    values = torch.from_numpy(np.outer(law.widths(), quantiles))
+    if tag in _CODE_STD:
+        values /= _SCALE_RMS * 2.0 ** _exponent(law.std, tag)
+    if tag == "I8":
+        packed = formats.e2m1_pack(formats.e2m1_encode(values.float()))
+    elif tag == "F8_E4M3":
+        packed = formats.e4m3_encode(values.float())
+    else:
+        packed = values.float().to(DTYPE_OF_TAG[tag])
+    return packed.contiguous().view(torch.uint8).numpy().view(np.uint64)
