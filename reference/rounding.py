@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from importlib import resources
 from typing import Any
@@ -29,24 +29,35 @@ DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 class Rounding:
     """What one site does: a plain rounding (`f32`, `bf16`), or quantise and dequantise in blocks (`e4m3`, `e2m1`).
 
-    Blocks run along the last dimension, with one ceil-rounded power-of-two scale each; ties go to even.
+    Blocks run along the last dimension, with one ceil-rounded power-of-two scale each; ties go to even. `kept` is the
+    format of the channels a quantiser spares (the rotated ones of a cache row); empty means as they come.
     """
 
     format: str
     block: int = 0
     amax_floor: float = 0.0
+    kept: str = ""
 
-    def __call__(self, x: Tensor, carrier: str) -> Tensor:
+    def __call__(self, x: Tensor, carrier: str, keep: int = 0) -> Tensor:
         """Round x [..., n], keeping its dtype. `carrier` is the format in which a quantiser receives its input."""
         if self.format in DTYPES:
-            return x.to(torch.float32).to(DTYPES[self.format]).to(x.dtype)
+            return _plain(x, self.format)
+        if keep:
+            spared = x[..., -keep:]
+            spared = _plain(spared, self.kept) if self.kept else spared
+            return torch.cat([self(x[..., :-keep], carrier), spared], dim=-1)
+        return self._through_codes(_plain(x.float(), carrier)).to(x.dtype)
+
+    def _through_codes(self, x: Tensor) -> Tensor:
         if self.format == "e4m3":
-            code, scale = formats.quantize_e4m3(x.to(DTYPES[carrier]).float(), self.block, self.amax_floor)
-            values = formats.e4m3_decode(code)
-        else:
-            code, scale = formats.quantize_e2m1(x.to(DTYPES[carrier]).float(), self.block, self.amax_floor)
-            values = formats.e2m1_decode(code)
-        return formats.dequantize_blocks(values, scale, self.block).to(x.dtype)
+            code, scale = formats.quantize_e4m3(x, self.block, self.amax_floor)
+            return formats.dequantize_blocks(formats.e4m3_decode(code), scale, self.block)
+        code, scale = formats.quantize_e2m1(x, self.block, self.amax_floor)
+        return formats.dequantize_blocks(formats.e2m1_decode(code), scale, self.block)
+
+
+def _plain(x: Tensor, name: str) -> Tensor:
+    return x.to(torch.float32).to(DTYPES[name]).to(x.dtype)
 
 
 @dataclass(frozen=True)
@@ -66,7 +77,7 @@ class Profile:
 
     def to_json(self) -> dict[str, Any]:
         """The form a trace manifest carries."""
-        used = {_key(rounding): vars(rounding) for rounding in self.sites.values()}
+        used = {_key(rounding): asdict(rounding) for rounding in self.sites.values()}
         names = {site: _key(rounding) for site, rounding in self.sites.items()}
         return {"name": self.name, "carrier": self.carrier, "formats": used, "sites": names}
 
@@ -86,7 +97,9 @@ class Profile:
 
 
 def _key(rounding: Rounding) -> str:
-    return rounding.format + (f"_{rounding.block}" if rounding.block else "")
+    """`e4m3_64`; with spared channels `e4m3_64+bf16`."""
+    block = f"_{rounding.block}" if rounding.block else ""
+    return rounding.format + block + (f"+{rounding.kept}" if rounding.kept else "")
 
 
 EXACT = Profile("exact")
@@ -109,29 +122,33 @@ def profile(name: str) -> Profile:
 
 @dataclass(frozen=True)
 class Sites:
-    """The sites of one place in the model. `root` is the block (`layers.30.`), `path` the module within it (`attn.`)."""
+    """The sites of one place in the model.
+
+    `taps` is the prefix of tap names (`layers.30.ffn.experts.5.`), `path` that of site names (`ffn.experts.`): which
+    block and which expert it is does not matter to a profile.
+    """
 
     profile: Profile = EXACT
     tap: Tap | None = None
-    root: str = ""
+    taps: str = ""
     path: str = ""
 
     def block(self, name: str) -> Sites:
-        """Sites of a block (`layers.30`, `mtp.0.block`): part of tap names, not of site names."""
+        """Sites of a block, `layers.30` or `mtp.0.block`."""
         return Sites(self.profile, self.tap, f"{name}.", "")
 
-    def at(self, part: str) -> Sites:
-        """Sites of a part of this module: `sites.at("indexer")`."""
-        return Sites(self.profile, self.tap, self.root, f"{self.path}{part}.")
+    def at(self, part: str, index: int | None = None) -> Sites:
+        """Sites of a part of this module: `sites.at("indexer")`, `sites.at("experts", 5)`."""
+        number = "" if index is None else f"{index}."
+        return Sites(self.profile, self.tap, f"{self.taps}{part}.{number}", f"{self.path}{part}.")
 
-    def __call__(self, site: str, x: Tensor) -> Tensor:
-        """Round x [..., n] if the profile says so, then show it to the tap."""
-        name = self.path + site
-        rounding = self.profile.sites.get(name)
+    def __call__(self, site: str, x: Tensor, keep: int = 0) -> Tensor:
+        """Round x [..., n] if the profile says so (a quantiser spares the last `keep` channels), then show it to the tap."""
+        rounding = self.profile.sites.get(self.path + site)
         if rounding is not None:
-            x = rounding(x, self.profile.carrier)
+            x = rounding(x, self.profile.carrier, keep)
         if self.tap is not None:
-            self.tap(self.root + name, x)
+            self.tap(self.taps + site, x)
         return x
 
     def has(self, site: str) -> bool:

@@ -1,0 +1,173 @@
+"""Attention over a window of raw rows and a set of compressed rows, in one softmax with a sink.
+
+One row per token serves as key and value of every head. Source: docs/model.md §4.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .compressor import Compressor
+from .indexer import Indexer
+from .linear import Linear, project
+from .norm import head_norm, rms_norm
+from .rope import Rope, rotate
+from .rounding import Sites
+from .state import Batch, LayerState
+
+QUERY_BLOCK = 512  # tokens whose queries and outputs are held at a time
+CORE_ELEMENTS = 1 << 24  # scores, and gathered row elements, held at a time
+
+
+def sink_attention(q: Tensor, shared: Tensor, hidden: Tensor, picked: Tensor, absent: Tensor, sink: Tensor,
+                   sites: Sites) -> Tensor:  # fmt: skip
+    """One softmax over two sets of rows, plus a sink that only takes mass.
+
+    q [t, h, d]; shared [k, d] rows offered to all queries with hidden [t, k] true where one must not look; picked
+    [t, n, d] rows of each query's own with absent [t, n]; sink [h]. -> [t, h, d]. Every query sees at least one row.
+    The maximum runs over real rows only, which is where the official kernel puts it.
+    """
+    shared_scores = torch.einsum("thd,kd->thk", q, shared).masked_fill_(hidden[:, None], -torch.inf)
+    picked_scores = torch.einsum("thd,tnd->thn", q, picked).masked_fill_(absent[:, None], -torch.inf)
+    scores = torch.cat([shared_scores, picked_scores], dim=-1) * q.shape[-1] ** -0.5  # [t, h, k+n]
+    largest = scores.amax(-1, keepdim=True)
+    p = torch.exp(scores - largest)
+    denominator = p.sum(-1, keepdim=True) + torch.exp(sink[:, None] - largest)  # the sink is not scaled
+    p_shared, p_picked = sites("p", p).split([len(shared), picked.shape[1]], dim=-1)
+    out = torch.einsum("thk,kd->thd", p_shared, shared) + torch.einsum("thn,tnd->thd", p_picked, picked)
+    return out / denominator
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What one sequence offers its queries in this step: raw rows [n, d] from position `first` on, compressed rows
+    [c, d], and index keys [c, d_index] where an indexer chooses among them."""
+
+    raw: Tensor
+    first: int
+    compressed: Tensor
+    keys: Tensor | None
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Weights of one attention: wq_a, wq_b, wkv, wo_a, wo_b, q_norm, kv_norm, sink, and by kind compressor and indexer."""
+
+    wq_a: Linear
+    wq_b: Linear
+    wkv: Linear
+    wo_a: Linear
+    wo_b: Linear
+    q_norm: Tensor
+    kv_norm: Tensor
+    sink: Tensor
+    compressor: Compressor | None
+    indexer: Indexer | None
+    rope: Rope
+    n_heads: int
+    head_dim: int
+    n_groups: int
+    sliding_window: int
+    eps: float
+
+    def initial_state(self) -> LayerState:
+        return LayerState(
+            window=self.kv_norm.new_empty(0, self.head_dim),
+            compressor=self.compressor.initial_state() if self.compressor else None,
+            indexer=self.indexer.compressor.initial_state() if self.indexer else None,
+        )
+
+    def __call__(self, x: Tensor, batch: Batch, states: list[LayerState], sites: Sites) -> tuple[Tensor, list[LayerState]]:
+        """Inputs x [t, D] of a ragged batch, one state per sequence -> output [t, D] and the states after the step."""
+        table = self.rope.table(batch.positions, x.dtype, sites)
+        qr = sites("q_norm", rms_norm(project(self.wq_a, x, sites, "wq_a"), self.q_norm, self.eps))
+        kv = self.window_rows(x, table, sites)
+        states, rows = self.extend(x, kv, batch, states, sites)
+        y = torch.cat([self.attend(x, qr, table, batch, rows, block, sites) for block in batch.blocks(QUERY_BLOCK)])
+        return project(self.wo_b, y, sites, "wo_b"), states
+
+    def window_rows(self, x: Tensor, table: tuple[Tensor, Tensor], sites: Sites) -> Tensor:
+        """The raw row of each token [t, d]: project, norm, RoPE, quantise (the rotated channels spared)."""
+        kv = sites("kv_norm", rms_norm(project(self.wkv, x, sites, "wkv"), self.kv_norm, self.eps))
+        return sites("kv", rotate(kv, table), keep=self.rope.dim)
+
+    def extend(self, x: Tensor, kv: Tensor, batch: Batch, states: list[LayerState],
+               sites: Sites) -> tuple[list[LayerState], list[Rows]]:  # fmt: skip
+        """Take the new tokens into every sequence's state. A block is visible to its own last token, so this comes first."""
+        new_states, rows = [], []
+        for sequence, state in zip(batch.sequences(), states, strict=True):
+            raw = torch.cat([state.window, kv[sequence]])
+            first = int(batch.positions[sequence.start]) - len(state.window)
+            state = replace(state, window=raw[max(0, len(raw) - self.sliding_window + 1) :])
+            compressed, keys = raw.new_empty(0, self.head_dim), None
+            positions = batch.positions[sequence]
+            if self.compressor and state.compressor:
+                at = sites.at("compressor")
+                projected = self.compressor.project(x[sequence], positions, at)
+                state = replace(state, compressor=self.compressor.extend(*projected, state.compressor, at))
+                compressed = state.compressor.rows
+            if self.indexer and state.indexer:
+                at = sites.at("indexer").at("compressor")
+                projected = self.indexer.compressor.project(x[sequence], positions, at)
+                state = replace(state, indexer=self.indexer.compressor.extend(*projected, state.indexer, at))
+                keys = state.indexer.rows
+            new_states.append(state)
+            rows.append(Rows(raw, first, compressed, keys))
+        return new_states, rows
+
+    def attend(self, x: Tensor, qr: Tensor, table: tuple[Tensor, Tensor], batch: Batch, rows: list[Rows],
+               block: slice, sites: Sites) -> Tensor:  # fmt: skip
+        """Queries, attention and the grouped half of the output projection for one block of tokens -> [t, g*r]."""
+        qr, positions, here = qr[block], batch.positions[block], (table[0][block], table[1][block])
+        q = project(self.wq_b, qr, sites, "wq_b").unflatten(-1, (self.n_heads, self.head_dim))  # [t, h, d]
+        q = sites("q", rotate(head_norm(q, self.eps, sites.at("q_head_norm")), here))
+        picks: list[Tensor | None] = [None] * len(rows)
+        if self.indexer:
+            at = sites.at("indexer")
+            index_q, weights = self.indexer.queries(qr, here, at), self.indexer.weights(x[block], at)
+        o = []
+        for b, part in batch.parts(block):
+            if self.indexer:
+                keys = rows[b].keys
+                assert keys is not None
+                picks[b] = self.indexer.select(index_q[part], weights[part], keys, positions[part], at)
+            o.append(self.core(q[part], positions[part], rows[b], picks[b], sites))
+        o = rotate(sites("o", torch.cat(o)), here, inverse=True)
+        return self.group_output(sites("o_rotated", o), sites)
+
+    def core(self, q: Tensor, positions: Tensor, rows: Rows, picks: Tensor | None, sites: Sites) -> Tensor:
+        """Queries [t, h, d] of one sequence at consecutive positions [t] -> [t, h, d], a few at a time.
+
+        The window reaches `sliding_window` rows back, the query's own included. HCA sees every finished row, CSA the
+        indexer's picks.
+        """
+        n_compressed = len(rows.compressed)
+        per_query = q.shape[1] * (2 * self.sliding_window + n_compressed) if picks is None else max(
+            q.shape[1] * (2 * self.sliding_window + picks.shape[1]), picks.shape[1] * q.shape[2])  # fmt: skip
+        step = max(1, min(self.sliding_window, CORE_ELEMENTS // per_query))
+        out = []
+        for i in range(0, len(q), step):
+            p = positions[i : i + step, None]  # [t, 1]
+            begin = max(int(p[0]) - self.sliding_window + 1, rows.first)
+            at = torch.arange(begin, int(p[-1]) + 1, device=q.device)  # positions of the raw rows
+            shared, hidden = rows.raw[begin - rows.first : int(p[-1]) + 1 - rows.first], (at > p) | (at <= p - self.sliding_window)
+            picked, absent = q.new_empty(len(p), 0, q.shape[2]), hidden[:, :0]
+            if picks is not None:
+                chosen = picks[i : i + step]
+                picked, absent = rows.compressed[chosen.clamp_min(0)], chosen < 0
+            elif self.compressor:
+                shared = torch.cat([shared, rows.compressed])
+                c = torch.arange(n_compressed, device=q.device)
+                hidden = torch.cat([hidden, c >= (p + 1) // self.compressor.ratio], dim=1)
+            out.append(sink_attention(q[i : i + step], shared, hidden, picked, absent, self.sink, sites))
+        return torch.cat(out)
+
+    def group_output(self, o: Tensor, sites: Sites) -> Tensor:
+        """[t, h, d] -> [t, g*r]: each group of heads, concatenated, through its own slice of wo_a."""
+        o = o.flatten(1).unflatten(1, (self.n_groups, -1))  # [t, g, h/g*d]
+        rank = self.wo_a.out_features // self.n_groups
+        y = [self.wo_a.apply(o[:, g], g * rank, (g + 1) * rank) for g in range(self.n_groups)]
+        return sites("wo_a", torch.cat(y, dim=-1))

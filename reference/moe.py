@@ -1,0 +1,87 @@
+"""Mixture of experts: routing by score or by token id, clamped SwiGLU experts, one shared expert.
+
+Source: docs/model.md §7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu, softplus
+
+from .linear import Linear, project
+from .rounding import Sites
+
+
+def router_scores(x: Tensor, gate: Tensor) -> Tensor:
+    """sqrt(softplus(x · gateᵀ)): x [t, D], gate [e, D] -> [t, e]."""
+    return torch.sqrt(softplus(x @ gate.T))
+
+
+def choose_experts(scores: Tensor, bias: Tensor, k: int) -> Tensor:
+    """[t, k] experts with the largest score + bias; the lower number wins a tie. The bias chooses, and does no more."""
+    return torch.sort(scores + bias, dim=-1, descending=True, stable=True).indices[:, :k]
+
+
+def routing_weights(scores: Tensor, experts: Tensor, scaling: float) -> Tensor:
+    """[t, k]: the unbiased scores of the chosen experts, normalised to sum to `scaling`."""
+    chosen = scores.gather(1, experts)
+    return chosen / chosen.sum(-1, keepdim=True) * scaling
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+    """silu(gate) * up with the gate clamped from above only and up on both sides."""
+    return silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+
+
+@dataclass(frozen=True)
+class Expert:
+    """w1 (gate) and w3 (up) [I, D], w2 (down) [D, I]."""
+
+    w1: Linear
+    w2: Linear
+    w3: Linear
+
+    def __call__(self, x: Tensor, weight: Tensor | None, limit: float, sites: Sites) -> Tensor:
+        """x [t, D] -> [t, D]. The routing weight [t] multiplies before w2, where it changes what w2's input rounds to."""
+        h = clamped_swiglu(project(self.w1, x, sites, "w1"), project(self.w3, x, sites, "w3"), limit)
+        h = h if weight is None else h * weight[:, None]
+        return project(self.w2, sites("h", h), sites, "w2")
+
+
+@dataclass(frozen=True)
+class MoE:
+    """gate [e, D] with bias [e] (scored layers) or tid2eid [vocab, k] (hash layers); experts are fetched by number."""
+
+    gate: Tensor
+    bias: Tensor | None
+    tid2eid: Tensor | None
+    expert: Callable[[int], Expert]
+    shared: Expert
+    top_k: int
+    scaling: float
+    limit: float
+
+    def route(self, x: Tensor, ids: Tensor, sites: Sites) -> tuple[Tensor, Tensor]:
+        """Inputs x [t, D] and token ids [t] -> experts and their weights, both [t, k]."""
+        scores = sites("gate.scores", router_scores(x, self.gate))
+        if self.tid2eid is not None:
+            experts = self.tid2eid[ids]
+        else:
+            assert self.bias is not None
+            experts = choose_experts(scores, self.bias, self.top_k)
+        weights = routing_weights(scores, experts, self.scaling)
+        return sites("gate.experts", experts), sites("gate.weights", weights)
+
+    def __call__(self, x: Tensor, ids: Tensor, sites: Sites) -> Tensor:
+        """x [t, D] -> [t, D]: routed experts summed in ascending number, the shared one last."""
+        experts, weights = self.route(x, ids, sites)
+        y = torch.zeros_like(x)
+        for e in experts.unique().tolist():
+            token, slot = (experts == e).nonzero(as_tuple=True)
+            y[token] += self.expert(e)(x[token], weights[token, slot], self.limit, sites.at("experts", e))
+        y += self.shared(x, None, self.limit, sites.at("shared_experts"))
+        return sites("out", y)
