@@ -67,7 +67,7 @@ def tiles_for_width(outputs: int) -> Tiles:
 def gemm_fp8(
     codes: Tensor, scales: Tensor, weight_codes: Tensor, weight_scales: Tensor, tiles: Tiles | None = None
 ) -> Tensor:
-    """Quantised x [t, k] times quantised W [n, k] transposed -> bfloat16 [t, n]. Raises ValueError for unlike shapes."""
+    """Quantised x [t, k] times quantised W [n, k] transposed -> bfloat16 [t, n]. Raises ValueError."""
     (tokens, depth), outputs = codes.shape, weight_codes.shape[0]
     require(codes, "codes", torch.uint8, (None, None))
     require(scales, "scales", torch.uint8, (tokens, ceil_div(depth, BLOCK)))
