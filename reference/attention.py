@@ -5,7 +5,7 @@ One row per token serves as key and value of every head. Source: docs/model.md Â
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from .linear import Linear, project
 from .norm import head_norm, rms_norm
 from .rope import Rope, rotate
 from .rounding import Sites
-from .state import Batch, LayerState
+from .state import Batch, CompressorState, LayerState
 
 QUERY_BLOCK = 512  # tokens whose queries and outputs are held at a time
 CORE_ELEMENTS = 1 << 24  # scores, and gathered row elements, held at a time
@@ -43,18 +43,18 @@ def sink_attention(q: Tensor, shared: Tensor, hidden: Tensor, picked: Tensor, ab
 
 @dataclass(frozen=True)
 class Rows:
-    """What one sequence offers its queries in this step: raw rows [n, d] from position `first` on, compressed rows
-    [c, d], and index keys [c, d_index] where an indexer chooses among them."""
+    """What one sequence offers its queries in this step, by kind of layer: raw rows [n, d] from position `first` on,
+    compressed rows [c, d], and index keys [c, d_index] where an indexer chooses among them."""
 
     raw: Tensor
     first: int
-    compressed: Tensor
+    compressed: Tensor | None
     keys: Tensor | None
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Weights of one attention: wq_a, wq_b, wkv, wo_a, wo_b, q_norm, kv_norm, sink, and by kind compressor and indexer."""
+    """Weights of one attention, and by kind of layer its compressor and indexer; `sink` [h]."""
 
     wq_a: Linear
     wq_b: Linear
@@ -74,13 +74,11 @@ class Attention:
     eps: float
 
     def initial_state(self) -> LayerState:
-        return LayerState(
-            window=self.kv_norm.new_empty(0, self.head_dim),
-            compressor=self.compressor.initial_state() if self.compressor else None,
-            indexer=self.indexer.compressor.initial_state() if self.indexer else None,
-        )
+        return LayerState(window=self.kv_norm.new_empty(0, self.head_dim))
 
-    def __call__(self, x: Tensor, batch: Batch, states: list[LayerState], sites: Sites) -> tuple[Tensor, list[LayerState]]:
+    def __call__(
+        self, x: Tensor, batch: Batch, states: list[LayerState], sites: Sites
+    ) -> tuple[Tensor, list[LayerState]]:
         """Inputs x [t, D] of a ragged batch, one state per sequence -> output [t, D] and the states after the step."""
         table = self.rope.table(batch.positions, x.dtype, sites)
         qr = sites("q_norm", rms_norm(project(self.wq_a, x, sites, "wq_a"), self.q_norm, self.eps))
@@ -97,73 +95,66 @@ class Attention:
     def extend(self, x: Tensor, kv: Tensor, batch: Batch, states: list[LayerState],
                sites: Sites) -> tuple[list[LayerState], list[Rows]]:  # fmt: skip
         """Take the new tokens into every sequence's state. A block is visible to its own last token, so this comes first."""
-        new_states, rows = [], []
-        for sequence, state in zip(batch.sequences(), states, strict=True):
-            raw = torch.cat([state.window, kv[sequence]])
-            first = int(batch.positions[sequence.start]) - len(state.window)
-            state = replace(state, window=raw[max(0, len(raw) - self.sliding_window + 1) :])
-            compressed, keys = raw.new_empty(0, self.head_dim), None
-            positions = batch.positions[sequence]
-            if self.compressor and state.compressor:
-                at = sites.at("compressor")
-                projected = self.compressor.project(x[sequence], positions, at)
-                state = replace(state, compressor=self.compressor.extend(*projected, state.compressor, at))
-                compressed = state.compressor.rows
-            if self.indexer and state.indexer:
-                at = sites.at("indexer").at("compressor")
-                projected = self.indexer.compressor.project(x[sequence], positions, at)
-                state = replace(state, indexer=self.indexer.compressor.extend(*projected, state.indexer, at))
-                keys = state.indexer.rows
-            new_states.append(state)
-            rows.append(Rows(raw, first, compressed, keys))
-        return new_states, rows
+        keep = self.sliding_window - 1
+        raw = [torch.cat([state.window, kv[s]]) for state, s in zip(states, batch.sequences(), strict=True)]
+        windows = [rows[max(0, len(rows) - keep) :] for rows in raw]
+        main = _advance(self.compressor, x, batch, [s.compressor for s in states], sites.at("compressor"))
+        index = self.indexer.compressor if self.indexer else None
+        keys = _advance(index, x, batch, [s.indexer for s in states], sites.at("indexer").at("compressor"))
+        starts = [int(batch.positions[s.stop - 1]) + 1 - len(r) for r, s in zip(raw, batch.sequences(), strict=True)]
+        rows = [Rows(*each) for each in zip(raw, starts, map(_rows, main), map(_rows, keys), strict=True)]
+        return [LayerState(*each) for each in zip(windows, main, keys, strict=True)], rows
 
     def attend(self, x: Tensor, qr: Tensor, table: tuple[Tensor, Tensor], batch: Batch, rows: list[Rows],
                block: slice, sites: Sites) -> Tensor:  # fmt: skip
         """Queries, attention and the grouped half of the output projection for one block of tokens -> [t, g*r]."""
-        qr, positions, here = qr[block], batch.positions[block], (table[0][block], table[1][block])
+        x, qr, positions, here = x[block], qr[block], batch.positions[block], (table[0][block], table[1][block])
         q = project(self.wq_b, qr, sites, "wq_b").unflatten(-1, (self.n_heads, self.head_dim))  # [t, h, d]
         q = sites("q", rotate(head_norm(q, self.eps, sites.at("q_head_norm")), here))
-        picks: list[Tensor | None] = [None] * len(rows)
+        at = sites.at("indexer")
         if self.indexer:
-            at = sites.at("indexer")
-            index_q, weights = self.indexer.queries(qr, here, at), self.indexer.weights(x[block], at)
-        o = []
+            index_q, weights = self.indexer.queries(qr, here, at), self.indexer.weights(x, at)
+        parts = []
         for b, part in batch.parts(block):
-            if self.indexer:
-                keys = rows[b].keys
-                assert keys is not None
-                picks[b] = self.indexer.select(index_q[part], weights[part], keys, positions[part], at)
-            o.append(self.core(q[part], positions[part], rows[b], picks[b], sites))
-        o = rotate(sites("o", torch.cat(o)), here, inverse=True)
-        return self.group_output(sites("o_rotated", o), sites)
+            picks, keys = None, rows[b].keys
+            if self.indexer and keys is not None:
+                picks = self.indexer.select(index_q[part], weights[part], keys, positions[part], at)
+            parts.append(self.core(q[part], positions[part], rows[b], picks, sites))
+        o = sites("o_rotated", rotate(sites("o", torch.cat(parts)), here, inverse=True))
+        return self.group_output(o, sites)
 
     def core(self, q: Tensor, positions: Tensor, rows: Rows, picks: Tensor | None, sites: Sites) -> Tensor:
-        """Queries [t, h, d] of one sequence at consecutive positions [t] -> [t, h, d], a few at a time.
-
-        The window reaches `sliding_window` rows back, the query's own included. HCA sees every finished row, CSA the
-        indexer's picks.
-        """
-        n_compressed = len(rows.compressed)
-        per_query = q.shape[1] * (2 * self.sliding_window + n_compressed) if picks is None else max(
-            q.shape[1] * (2 * self.sliding_window + picks.shape[1]), picks.shape[1] * q.shape[2])  # fmt: skip
-        step = max(1, min(self.sliding_window, CORE_ELEMENTS // per_query))
+        """Queries [t, h, d] of one sequence at consecutive positions [t] -> [t, h, d], a few at a time."""
+        _, h, d = q.shape
+        if picks is None:
+            elements = h * (2 * self.sliding_window + (0 if rows.compressed is None else len(rows.compressed)))
+        else:
+            elements = max(h * (2 * self.sliding_window + picks.shape[1]), picks.shape[1] * d)
+        step = max(1, min(self.sliding_window, CORE_ELEMENTS // elements))
         out = []
         for i in range(0, len(q), step):
-            p = positions[i : i + step, None]  # [t, 1]
-            begin = max(int(p[0]) - self.sliding_window + 1, rows.first)
-            at = torch.arange(begin, int(p[-1]) + 1, device=q.device)  # positions of the raw rows
-            shared, hidden = rows.raw[begin - rows.first : int(p[-1]) + 1 - rows.first], (at > p) | (at <= p - self.sliding_window)
-            picked, absent = q.new_empty(len(p), 0, q.shape[2]), hidden[:, :0]
-            if picks is not None:
-                chosen = picks[i : i + step]
-                picked, absent = rows.compressed[chosen.clamp_min(0)], chosen < 0
-            elif self.compressor:
-                shared = torch.cat([shared, rows.compressed])
-                c = torch.arange(n_compressed, device=q.device)
-                hidden = torch.cat([hidden, c >= (p + 1) // self.compressor.ratio], dim=1)
-            out.append(sink_attention(q[i : i + step], shared, hidden, picked, absent, self.sink, sites))
+            few = slice(i, i + step)
+            offer = self.offer(positions[few], rows, None if picks is None else picks[few])
+            out.append(sink_attention(q[few], *offer, self.sink, sites))
         return torch.cat(out)
+
+    def offer(self, positions: Tensor, rows: Rows, picks: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What queries at consecutive positions [t] may look at: shared rows, hidden, picked rows, absent.
+
+        The window reaches `sliding_window` rows back, the query's own included. HCA sees every finished row, CSA the
+        indexer's picks [t, n] (-1 = none).
+        """
+        p = positions[:, None]  # [t, 1]
+        begin, end = max(int(p[0]) - self.sliding_window + 1, rows.first), int(p[-1]) + 1
+        at = torch.arange(begin, end, device=p.device)
+        shared, hidden = rows.raw[begin - rows.first : end - rows.first], (at > p) | (at <= p - self.sliding_window)
+        if rows.compressed is None or self.compressor is None:
+            return shared, hidden, shared.new_empty(len(p), 0, self.head_dim), hidden[:, :0]
+        if picks is not None:
+            return shared, hidden, rows.compressed[picks.clamp_min(0)], picks < 0
+        c = torch.arange(len(rows.compressed), device=p.device)
+        hidden = torch.cat([hidden, c >= (p + 1) // self.compressor.ratio], dim=1)
+        return torch.cat([shared, rows.compressed]), hidden, shared.new_empty(len(p), 0, self.head_dim), hidden[:, :0]
 
     def group_output(self, o: Tensor, sites: Sites) -> Tensor:
         """[t, h, d] -> [t, g*r]: each group of heads, concatenated, through its own slice of wo_a."""
@@ -171,3 +162,17 @@ class Attention:
         rank = self.wo_a.out_features // self.n_groups
         y = [self.wo_a.apply(o[:, g], g * rank, (g + 1) * rank) for g in range(self.n_groups)]
         return sites("wo_a", torch.cat(y, dim=-1))
+
+
+def _advance(compressor: Compressor | None, x: Tensor, batch: Batch, states: list[CompressorState | None],
+             sites: Sites) -> list[CompressorState | None]:  # fmt: skip
+    """Project all tokens at once, then pool sequence by sequence."""
+    if compressor is None:
+        return states
+    values, gates = compressor.project(x, batch.positions, sites)
+    pairs = zip(states, batch.sequences(), strict=True)
+    return [compressor.extend(values[s], gates[s], state or compressor.initial_state(), sites) for state, s in pairs]
+
+
+def _rows(state: CompressorState | None) -> Tensor | None:
+    return None if state is None else state.rows

@@ -53,7 +53,7 @@ class DSpark:
 
 @dataclass(frozen=True)
 class Config:
-    """A DeepSeek-V4 model. Field names as in `config.json`; `compress_ratios` has one entry per layer, then per drafter block."""
+    """A DeepSeek-V4 model, fields as in `config.json`. `compress_ratios`: one entry per layer, then per drafter block."""
 
     hidden_size: int
     num_hidden_layers: int

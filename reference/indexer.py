@@ -27,7 +27,7 @@ def select_topk(scores: Tensor, visible: Tensor, k: int) -> Tensor:
 
     Among equal scores the lower row number wins.
     """
-    t, c = scores.shape
+    c = scores.shape[1]
     k = min(k, c)
     column = torch.arange(c, device=scores.device)
     hidden = column >= visible[:, None]
@@ -36,11 +36,8 @@ def select_topk(scores: Tensor, visible: Tensor, k: int) -> Tensor:
     above = scores > threshold
     ties = (scores == threshold) & ~hidden
     taken = above | (ties & (ties.cumsum(-1) <= k - above.sum(-1, keepdim=True)))
-    return torch.where(taken, column, c).sort(-1).values[:, :k].masked_fill_(_beyond(taken, k), -1)
-
-
-def _beyond(taken: Tensor, k: int) -> Tensor:
-    return torch.arange(k, device=taken.device) >= taken.sum(-1, keepdim=True)
+    picks = torch.where(taken, column, c).sort(-1).values[:, :k]
+    return picks.masked_fill_(picks == c, -1)
 
 
 @dataclass(frozen=True)

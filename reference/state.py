@@ -27,7 +27,7 @@ class CompressorState:
 
 @dataclass(frozen=True)
 class LayerState:
-    """window [n, d]: the rows of the last `sliding_window - 1` tokens, oldest first."""
+    """window [n, d]: the rows of the last `sliding_window - 1` tokens, oldest first; by kind of layer the compressors."""
 
     window: Tensor
     compressor: CompressorState | None = None

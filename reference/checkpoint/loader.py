@@ -38,7 +38,8 @@ def dense_bytes(store: WeightStore, dtype: torch.dtype) -> int:
 class Loader:
     """Builds the modules of `reference` from a store, in the dtype of the run.
 
-    `memory` bounds, in bytes, the weights that are kept between uses. `experts_loaded` lists every fetch of an expert.
+    `memory` bounds, in bytes, the weights that are kept between uses. `experts_used` names the routed experts that
+    tokens have asked for, `experts_read` counts how often one was read.
     """
 
     def __init__(self, store: WeightStore, dtype: torch.dtype, memory: int) -> None:
@@ -47,7 +48,8 @@ class Loader:
         self.dtype = dtype
         self.memory = memory
         self.resident = dense_bytes(store, dtype) <= memory
-        self.experts_loaded: list[str] = []
+        self.experts_used: set[str] = set()
+        self.experts_read = 0
         self._experts: OrderedDict[str, tuple[Expert, int]] = OrderedDict()
         self._blocks: dict[str, Block] = {}
         self.head = lru_cache(self._head)
@@ -114,10 +116,11 @@ class Loader:
     def expert(self, name: str, number: int) -> Expert:
         """One routed expert; the least recently used ones leave when `memory` is full."""
         key = f"{name}.experts.{number}"
+        self.experts_used.add(key)
         if key in self._experts:
             self._experts.move_to_end(key)
             return self._experts[key][0]
-        self.experts_loaded.append(key)
+        self.experts_read += 1
         expert = self._swiglu(key)
         size = sum(info.nbytes for part in ("w1", "w2", "w3") for info in self._stored(f"{key}.{part}"))
         self._experts[key] = (expert, size)

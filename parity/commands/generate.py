@@ -1,0 +1,85 @@
+"""`v4parity generate`: text from a model of any size, its layers streamed."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from typing import Any
+
+from .. import options
+from ..progress import Progress
+from ..tokens import FileTokenizer, load_tokenizer
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "generate",
+        help="generate text with the reference, layer by layer",
+        description="Greedy or sampled generation. A model larger than --memory is streamed: each layer is read, used "
+        "and dropped, experts are read when a token asks for them. Tokens go to stdout, everything else to stderr.",
+    )
+    options.add_model(parser, "procedural:mini")
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT", help="text, encoded with the model's tokenizer after a bos token")
+    prompt.add_argument("--ids", type=options.token_ids, metavar="IDS", help="token ids as they are, 0,5,17")
+    parser.add_argument("--max-new-tokens", type=options.positive, default=16, metavar="N", help="default 16")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of sampling (default 0)")
+    options.add_arithmetic(parser)
+    parser.set_defaults(main=main)
+
+
+def main(args: argparse.Namespace) -> int:
+    import torch
+
+    from reference.checkpoint.open import open_store
+    from reference.errors import BadInput
+    from reference.generate import Sampling, generate
+    from reference.model import Model
+    from reference.rounding import profile
+
+    if args.temperature < 0:
+        raise BadInput(f"temperature {args.temperature} is negative")
+    store = open_store(args.model)
+    model = Model(store, options.DTYPES[args.dtype], profile(args.profile), args.memory)
+    tokenizer = load_tokenizer(args.model, store.config.vocab_size) if args.prompt is not None else None
+    ids = [store.config.bos_token_id, *tokenizer.encode(args.prompt)] if tokenizer else args.ids
+    began, shown = time.perf_counter(), ""
+    seconds: list[float] = []
+    made: list[int] = []
+    with Progress(store.config.num_hidden_layers, "layer") as progress:
+        sampling = Sampling(args.temperature, args.seed)
+        for token in generate(model, torch.tensor(ids), args.max_new_tokens, sampling, lambda i, _: progress.at(i + 1)):
+            seconds.append(time.perf_counter() - began)
+            began = time.perf_counter()
+            made.append(token)
+            shown = _show(progress, tokenizer, made, shown)
+            progress.note(f"token {len(made)}: {seconds[-1]:.1f} s, {options.show_bytes(store.bytes_read)} touched")
+    print()
+    _summary(args, len(ids), made, seconds, model)
+    return 0
+
+
+def _show(progress: Progress, tokenizer: FileTokenizer | None, made: list[int], shown: str) -> str:
+    """Write what the last token adds; half a character waits for its other half. Returns all text so far."""
+    text = tokenizer.decode(made) if tokenizer else " ".join(map(str, made))
+    if text.endswith("\ufffd"):
+        return shown
+    progress.write(text[len(shown) :])
+    return text
+
+
+def _summary(args: argparse.Namespace, prompt: int, made: list[int], seconds: list[float], model: Any) -> None:
+    store, loader = model.loader.store, model.loader
+    later = seconds[1:] or seconds
+    total = store.config.n_routed_experts * store.config.num_hidden_layers
+    lines = [
+        f"model           {store.identity} ({'resident' if loader.resident else 'streamed'}, {args.dtype}, {args.profile})",
+        f"tokens          {prompt} prompt, {len(made)} new: {' '.join(map(str, made))}",
+        f"first token     {seconds[0]:.2f} s; then {sum(later) / len(later):.2f} s per token",
+        f"bytes touched   {store.bytes_read:,} ({options.show_bytes(store.bytes_read)})",
+        f"experts hit     {len(loader.experts_used):,} of {total:,}, read {loader.experts_read:,} times",
+        f"peak RSS        {options.show_bytes(options.peak_rss())}",
+    ]
+    print("\n" + "\n".join(lines), file=sys.stderr)

@@ -1,0 +1,65 @@
+"""Options that several commands share, in the same words."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+import torch
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def byte_count(text: str) -> int:
+    """`18GiB`, `512M`, `1.5 G` or plain bytes -> bytes (powers of 1024)."""
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE)
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes; write 512M or 18GiB")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def token_ids(text: str) -> list[int]:
+    """`1,2,3` or `1 2 3` -> token ids."""
+    try:
+        return [int(word) for word in text.replace(",", " ").split()]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of token ids; write 0,128803,19923") from None
+
+
+def positive(text: str) -> int:
+    if not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive integer")
+    return int(text)
+
+
+def show_bytes(n: float) -> str:
+    """1536 -> `1.5 KiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if n < 1024:
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1024
+    return f"{n:.1f} TiB"
+
+
+def add_model(parser: argparse.ArgumentParser, default: str | None = None) -> None:
+    text = "directory in the released format, or procedural:PRESET[@seed]"
+    parser.add_argument("--model", metavar="M", default=default, required=default is None,
+                        help=text + (f" (default {default})" if default else ""))  # fmt: skip
+
+
+def add_arithmetic(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32", help="type of the run (default float32)")
+    parser.add_argument("--profile", default="exact",
+                        help="rounding profile: exact, qat, official, pool-bf16, pool-fp8 (default exact)")  # fmt: skip
+    parser.add_argument("--memory", type=byte_count, default=8 << 30, metavar="BYTES",
+                        help="bytes of weights kept between uses; a larger model is streamed (default 8GiB)")  # fmt: skip
+
+
+def peak_rss() -> int:
+    """Largest resident set of this process so far in bytes (VmHWM: mapped file pages count)."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise OSError("/proc/self/status has no VmHWM")
