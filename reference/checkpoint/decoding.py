@@ -26,7 +26,7 @@ def decode_e4m3(codes: Array, scale: Array, row0: int, table: Array, out: Array)
 
 @njit(parallel=True, cache=True, nogil=True)
 def decode_e2m1(codes: Array, scale: Array, row0: int, table: Array, out: Array) -> None:
-    """codes [rows, n/2] uint8 (low nibble first), scale [*, ceil(n/32)] float32, table [16] -> out [rows, n] float32."""
+    """codes [rows, n/2] uint8, low nibble first, scale [*, ceil(n/32)], table [16] -> out [rows, n], all float32."""
     n = codes.shape[1]
     half = FP4_BLOCK // 2
     for r in prange(codes.shape[0]):

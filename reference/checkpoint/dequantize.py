@@ -1,12 +1,11 @@
 """Stored weights to numbers: E4M3 in 128x128 blocks, packed E2M1 in blocks of 32 columns, BF16 and F32 as they are.
 
-value = code * scale, exact in float32. Source: docs/checkpoint.md §4. On a CPU the loops are compiled; elsewhere the same
-table is read with torch.
+value = code * scale, exact in float32. On a CPU the loops are compiled; elsewhere torch reads the same table.
+Source: docs/checkpoint.md §4.
 """
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,7 +57,7 @@ def _compiled(weight: Tensor, factors: Tensor, row0: int, fp4: bool, out: Tensor
     codes = weight.contiguous().view(torch.uint8).numpy()
     table = formats.E2M1_VALUES if fp4 else _E4M3_TABLE
     decode = decoding.decode_e2m1 if fp4 else decoding.decode_e4m3
-    decode(codes, factors.contiguous().numpy(), np.int64(row0), table.numpy(), out.numpy())
+    decode(codes, factors.contiguous().numpy(), row0, table.numpy(), out.numpy())
 
 
 def _plain(weight: Tensor, factors: Tensor, row0: int, fp4: bool, out: Tensor) -> None:

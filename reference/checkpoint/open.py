@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from ..errors import BadInput
+from .directory import DirectoryStore
 from .procedural import ProceduralStore
 from .store import WeightStore
 
 
 def open_store(model: str) -> WeightStore:
-    """Open `procedural:PRESET[@seed]`. Raises BadInput for anything unfit."""
+    """Open `procedural:PRESET[@seed]`, or the directory of that name. Raises BadInput for anything unfit."""
     if not model.startswith("procedural:"):
-        raise BadInput(f"{model}: directories are not readable yet")
+        return DirectoryStore(Path(model))
     name, _, seed = model.removeprefix("procedural:").partition("@")
-    if seed and not seed.isdecimal():
+    if "@" in model and not (seed.isascii() and seed.isdigit()):
         raise BadInput(f"{model}: the seed after @ must be a whole number")
     return ProceduralStore(name, int(seed or 0))
