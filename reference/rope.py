@@ -65,6 +65,7 @@ class Rope:
         Real kernels hold the angle p * f_i in float32, which is off by 3e-3 at position 65 k: a profile of theirs
         names it as the site `rope.angle`, and the product is then reproduced, not improved.
         """
+        sites = Sites(sites.profile, sites.tap, sites.taps)  # a profile names these sites once, whichever module asks
         working = torch.float32 if sites.has("rope.angle") else dtype
         angle = positions.to(working)[:, None] * self.frequencies(working).to(positions.device)
         return sites("rope.table", angle.cos().to(dtype)), sites("rope.table", angle.sin().to(dtype))
