@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from ..config import Config
@@ -43,7 +44,8 @@ def cdiv(n: int, block: int) -> int:
     return -(-n // block)
 
 
-def parameters(config: Config) -> dict[int, list[Parameter]]:
+@lru_cache(maxsize=4)
+def parameters(config: Config) -> Mapping[int, list[Parameter]]:
     """Shard number (0-based: embedding, layers, head, drafter blocks) -> the parameters in it, without scales."""
     c, n = config, config.num_hidden_layers
     embed = Parameter("embed.weight", (c.vocab_size, c.hidden_size), "BF16", "embed + head")
