@@ -30,7 +30,7 @@ def inspect(store: WeightStore, model: str, context: int | None) -> dict[str, An
         "file_bytes": _file_bytes(store, model),
         "shards": len(by_shard(store.tensors)),
         "activated": counted.activated,
-        "values": _values(store, counted.total.bytes),
+        "values": _values(store, model, counted.total.bytes),
         **_census_facts(counted),
         "kv_bytes": _kv_facts(kv),
         "context": context,
@@ -44,13 +44,14 @@ def _file_bytes(store: WeightStore, model: str) -> int:
     return sum(file_sizes(store.tensors).values())
 
 
-def _values(store: WeightStore, size: int) -> str:
+def _values(store: WeightStore, model: str, size: int) -> str:
     """Read and check the values of a directory, unless it is large. Raises BadInput."""
     if not isinstance(store, DirectoryStore):
         return "drawn on request"
     if size > READ_UP_TO:
         return f"not read; `v4parity checkpoint verify` reads all {size / GIB:.0f} GiB"
-    verify(store, store.file, lambda n: None)
+    for file, held in by_shard(store.tensors).items():
+        verify(store, held, str(Path(model) / file))
     return "all read, no damage"
 
 

@@ -78,13 +78,9 @@ class DirectoryStore:
         start, stop = row_range(name, info.shape, start, stop)
         rows = view(self._map(info.shard), self._entries[name], start, stop)
         if name.endswith((".scale", ".tid2eid")):  # small, and silent when wrong
-            check_values(self.file(info), name, rows, start, self._config.n_routed_experts)
+            check_values(str(self._path / info.shard), name, rows, start, self._config.n_routed_experts)
         self._bytes_read += rows.nbytes
         return rows
-
-    def file(self, info: TensorInfo) -> str:
-        """Path of the shard that holds a tensor, for messages."""
-        return str(self._path / info.shard)
 
     def _map(self, shard: str) -> Any:
         if shard not in self._maps:

@@ -54,6 +54,13 @@ class ProceduralStore:
         return self._config
 
     @property
+    def config_json(self) -> dict[str, Any]:
+        """`config.json` of the preset, field for field. Raises BadInput for a bare configuration, which has none."""
+        if self._name not in CONFIG_JSON:
+            raise BadInput(f"{self.identity}: only presets have a config.json")
+        return CONFIG_JSON[self._name]
+
+    @property
     def identity(self) -> str:
         return f"procedural:{self._name}@{self._seed}/g{GENERATOR_VERSION}"
 

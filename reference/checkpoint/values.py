@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -49,14 +49,10 @@ def _repeated(ids: Tensor) -> Tensor:
     return torch.stack(earlier, dim=1)
 
 
-def verify(store: WeightStore, where: Callable[[TensorInfo], str], done: Callable[[int], None]) -> None:
-    """Read and check every value of a store; `done` hears the bytes of each piece. Raises BadInput at the first damage.
-
-    `where` names the file of a tensor in messages.
-    """
-    for name, info in store.tensors.items():
+def verify(store: WeightStore, held: Mapping[str, TensorInfo], where: str) -> None:
+    """Read and check every value of the tensors `held`, which are in the file `where`. Raises BadInput at the first damage."""
+    for name, info in held.items():
         step = max(1, ROWS_BYTES * info.shape[0] // max(info.nbytes, 1))
         for row in range(0, info.shape[0], step):
             rows = store.get(name, row, min(row + step, info.shape[0]))
-            check_values(where(info), name, rows, row, store.config.n_routed_experts)
-            done(rows.nbytes)
+            check_values(where, name, rows, row, store.config.n_routed_experts)
