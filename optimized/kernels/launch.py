@@ -30,11 +30,17 @@ def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def require(tensor: Tensor, name: str, dtype: torch.dtype, shape: tuple[int | None, ...]) -> None:
-    """Raise ValueError unless the tensor has this dtype and shape (None: any size) and its last dimension is dense."""
+def require(
+    tensor: Tensor, name: str, dtype: torch.dtype, shape: tuple[int | None, ...], dense: int = 1
+) -> None:
+    """Raise ValueError unless the tensor has this dtype and shape (None: any size) and its last `dense` dimensions lie
+    without gaps."""
     same_rank = tensor.ndim == len(shape)
     fits = same_rank and all(want in (None, have) for want, have in zip(shape, tensor.shape, strict=True))
     if tensor.dtype != dtype or not fits:
         raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} {list(shape)}")
-    if tensor.ndim and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-        raise ValueError(f"{name} has stride {tensor.stride(-1)} along its last dimension, expected 1")
+    step = 1
+    for size, stride in zip(tensor.shape[-dense:][::-1], tensor.stride()[-dense:][::-1], strict=True):
+        if size > 1 and stride != step:
+            raise ValueError(f"{name} has strides {tensor.stride()}; its last {dense} dimensions must have no gaps")
+        step *= size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,7 +23,7 @@ class Pool:
         self.plane_rows = geometry.plane_rows(blocks, slots)
         self.slots = geometry.slot_positions(self.plane_rows)
         sizes = [round_up(self.plane_rows * width, FIELD_ALIGN) for width in geometry.row_bytes]
-        self.memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
+        self.memory = torch.from_numpy(np.zeros(sum(sizes), np.uint8)).to(device)  # lazy pages, unlike torch.zeros
         self.planes = tuple(
             part[: self.plane_rows * width].view(self.plane_rows, width)
             for part, width in zip(self.memory.split(sizes), geometry.row_bytes, strict=True)

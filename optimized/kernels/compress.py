@@ -1,0 +1,196 @@
+"""Compressor: pool a group of tokens, RMSNorm, RoPE, quantise, write one 2buff row of the pool. HCA and CSA.
+
+Contract (docs/pool.md §6.3)
+    kv, score              float32 [n, w], this step's projections of its n tokens, any row stride; w = 2*head_dim if
+                           the groups overlap (ratio 4), else head_dim. `score` does not hold ape yet
+    kv_state, score_state  float32 [slots, ring, w], ring of token positions, any slot stride, row stride w; the end
+                           of the step before. `score_state` holds ape
+    plan                   int32 [rows, 4]: (ragged_id, batch_id, position, window_len); position -1: skipped. The first
+                           window_len of the pooled tokens come from the state, the others from kv and score
+    slots                  int32 [b], slot position of each sequence
+    ape, norm_weight       float32 [ratio, w], float32 [head_dim]
+    cos, sin               float32 [rows, 32], for the group's first position (position // ratio * ratio) of a plan row
+    nope_rows, rope_rows   uint8 [r, head_dim], bfloat16 [r, 64]: pool planes from the layer's base, any row stride
+    block_table            int32 [b, blocks], any row stride
+Writes one row of both planes a plan row, every byte of it; reads everything else. Must run before the states are
+written. Address products are 64 bit.
+    rounding  float32 from projection to quantiser, the pooled row never leaves registers; the channels without
+              rotation go from float32 to E4M3 per 64, amax floor 1e-4; the rotated ones take one bfloat16 rounding.
+Group c = position // ratio pools per channel: sum_k softmax_k(score_k) kv_k over its `ratio` tokens or, overlapping,
+over the left halves of the `ratio` tokens before it and the right halves of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import power_of_two, require, tiles_for_mode
+from .numeric import bf16_rn, e4m3_rn, e4m3_scale, e8m0_inverse, magnitude_bits
+
+ROPE = 64
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """SLOTS pooled tokens at a time (a power of two; fewer where a group pools fewer)."""
+
+    SLOTS: int
+
+
+GPU = Tiles(SLOTS=8)
+INTERPRETER = Tiles(SLOTS=128)
+
+
+@triton.jit
+def pool(
+    kv, score, kv_stride, score_stride, kv_state, score_state, kv_slot_stride, score_slot_stride, ring, ape,
+    ragged, slot, position, window_len,
+    RATIO: tl.constexpr, POOLED: tl.constexpr, HEAD_DIM: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Weighted mean over the pooled tokens, float32 [LANES]; lanes past HEAD_DIM are 0."""
+    d = tl.arange(0, LANES)
+    inside = (d < HEAD_DIM)[None, :]
+    WIDTH: tl.constexpr = HEAD_DIM * (POOLED // RATIO)
+    peak = tl.full((LANES,), float("-inf"), tl.float32)
+    weight = tl.zeros((LANES,), tl.float32)
+    total = tl.zeros((LANES,), tl.float32)
+    for first in range(0, POOLED, SLOTS):
+        k = first + tl.arange(0, SLOTS)
+        source = position - POOLED + 1 + k
+        at = tl.where(k >= RATIO, HEAD_DIM, 0)[:, None] + d[None, :]  # the newer group uses the right half
+        fresh = (k >= window_len)[:, None] & inside
+        stored = ((k < window_len) & (source >= 0))[:, None] & inside
+        ring_row = (tl.where(source >= 0, source, 0) % ring).to(tl.int64) * WIDTH
+        state_at = ring_row[:, None] + at
+        value = tl.load(kv_state + slot * kv_slot_stride + state_at, mask=stored, other=0.0)
+        gate = tl.load(score_state + slot * score_slot_stride + state_at, mask=stored, other=float("-inf"))
+        token = (ragged - (POOLED - 1) + k)[:, None]
+        new_gate = tl.load(score + token * score_stride + at, mask=fresh, other=0.0)
+        new_gate += tl.load(ape + (k % RATIO)[:, None] * WIDTH + at, mask=fresh, other=0.0)
+        value = tl.where(fresh, tl.load(kv + token * kv_stride + at, mask=fresh, other=0.0), value)
+        gate = tl.where(fresh, new_gate, gate)
+        new_peak = tl.maximum(peak, tl.max(gate, 0))
+        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # no token yet: exp(-inf - 0), not exp(nan)
+        e = tl.exp(gate - shift[None, :])
+        carry = tl.exp(peak - shift)
+        weight = weight * carry + tl.sum(e, 0)
+        total = total * carry + tl.sum(e * value, 0)
+        peak = new_peak
+    return tl.where(d < HEAD_DIM, tl.div_rn(total, weight), 0.0)
+
+
+@triton.jit
+def norm_rope(x, norm_weight, eps, cos, sin, row, HEAD_DIM: tl.constexpr, LANES: tl.constexpr):
+    """RMSNorm, then rotation of the last 64 channels in adjacent pairs; float32 [LANES]."""
+    d = tl.arange(0, LANES)
+    rstd = tl.rsqrt(tl.sum(x * x, 0) / HEAD_DIM + eps)
+    y = tl.load(norm_weight + d, mask=d < HEAD_DIM, other=0.0) * (x * rstd)
+    even, odd = tl.split(y.reshape(LANES // 2, 2))  # [LANES / 2] each
+    pair = tl.arange(0, LANES // 2) - (HEAD_DIM - 64) // 2
+    rotated = (pair >= 0) & (pair < 32)
+    c = tl.load(cos + row * 32 + pair, mask=rotated, other=1.0)
+    s = tl.load(sin + row * 32 + pair, mask=rotated, other=0.0)
+    new_even = tl.where(rotated, even * c - odd * s, even)
+    new_odd = tl.where(rotated, odd * c + even * s, odd)
+    return tl.join(new_even, new_odd).reshape(LANES)
+
+
+@triton.jit
+def store_2buff(y, nope, rope, HEAD_DIM: tl.constexpr, LANES: tl.constexpr):
+    """Quantise and write one row: codes, scale bytes twice each, zeros; rotated channels in bfloat16."""
+    NOPE: tl.constexpr = HEAD_DIM - 64
+    TILES: tl.constexpr = NOPE // 64
+    d = tl.arange(0, LANES)
+    tile = tl.arange(0, LANES // 64)
+    pad = tl.arange(0, 64)
+    y_tiles = y.reshape(LANES // 64, 64)
+    scale = e4m3_scale(tl.max(magnitude_bits(y_tiles), 1))
+    code = e4m3_rn(y_tiles * e8m0_inverse(scale)[:, None]).reshape(LANES)
+    tl.store(nope + d, code, mask=d < NOPE)
+    tl.store(nope + NOPE + 2 * tile, scale, mask=tile < TILES)
+    tl.store(nope + NOPE + 2 * tile + 1, scale, mask=tile < TILES)
+    tl.store(nope + NOPE + pad, tl.zeros((64,), tl.uint8), mask=pad >= 2 * TILES)
+    tl.store(rope + (d - NOPE), bf16_rn(y), mask=(d >= NOPE) & (d < HEAD_DIM))
+
+
+@triton.jit
+def compress_kernel(
+    kv, score, kv_stride, score_stride, kv_state, score_state, kv_slot_stride, score_slot_stride, ring,
+    plan, slots, ape, norm_weight, eps, cos, sin, nope_rows, rope_rows, nope_stride, rope_stride,
+    block_table, table_stride, envelope,
+    RATIO: tl.constexpr, POOLED: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    ragged = tl.load(plan + 4 * row).to(tl.int64)
+    batch = tl.load(plan + 4 * row + 1).to(tl.int64)
+    position = tl.load(plan + 4 * row + 2)
+    window_len = tl.load(plan + 4 * row + 3)
+    if position >= 0:
+        slot = tl.load(slots + batch).to(tl.int64)
+        pooled = pool(
+            kv, score, kv_stride, score_stride, kv_state, score_state, kv_slot_stride, score_slot_stride, ring, ape,
+            ragged, slot, position, window_len, RATIO, POOLED, HEAD_DIM, LANES, SLOTS,
+        )  # fmt: skip
+        y = norm_rope(pooled, norm_weight, eps, cos, sin, row, HEAD_DIM, LANES)
+        entry = position // RATIO
+        block = tl.load(block_table + batch * table_stride + entry // BLOCK_ROWS).to(tl.int64)
+        target = block * envelope + entry % BLOCK_ROWS
+        store_2buff(y, nope_rows + target * nope_stride, rope_rows + target * rope_stride, HEAD_DIM, LANES)
+
+
+def compress(
+    kv: Tensor,
+    score: Tensor,
+    kv_state: Tensor,
+    score_state: Tensor,
+    plan: Tensor,
+    slots: Tensor,
+    ape: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    nope_rows: Tensor,
+    rope_rows: Tensor,
+    block_table: Tensor,
+    *,
+    ratio: int,
+    envelope: int,
+    block_rows: int,
+    tiles: Tiles | None = None,
+) -> None:
+    """Write the row of every group that the plan completes; shapes and dtypes in the file's contract.
+
+    `envelope` is the rows of a block over all layers, `block_rows` those of one layer. Raises ValueError.
+    """
+    head_dim, width, rows = norm_weight.shape[0], ape.shape[1], plan.shape[0]
+    pooled = ratio * (width // head_dim)
+    for name, tensor in (("kv", kv), ("score", score)):
+        require(tensor, name, torch.float32, (kv.shape[0], width))
+    for name, tensor in (("kv_state", kv_state), ("score_state", score_state)):
+        require(tensor, name, torch.float32, (None, kv_state.shape[1], width), dense=2)
+    for name, tensor in (("cos", cos), ("sin", sin)):
+        require(tensor, name, torch.float32, (rows, ROPE // 2), dense=2)
+    require(ape, "ape", torch.float32, (ratio, width), dense=2)
+    require(norm_weight, "norm_weight", torch.float32, (head_dim,))
+    require(plan, "plan", torch.int32, (rows, 4), dense=2)
+    require(slots, "slots", torch.int32, (None,))
+    require(block_table, "block_table", torch.int32, (slots.shape[0], None))
+    require(nope_rows, "nope_rows", torch.uint8, (None, head_dim))
+    require(rope_rows, "rope_rows", torch.bfloat16, (None, ROPE))
+    if head_dim % 64 or kv_state.shape[1] < pooled:
+        raise ValueError(f"head_dim {head_dim} is no multiple of 64, or the ring is shorter than {pooled} tokens")
+    if rows:
+        compress_kernel[(rows,)](
+            kv, score, kv.stride(0), score.stride(0), kv_state, score_state, kv_state.stride(0), score_state.stride(0),
+            kv_state.shape[1], plan, slots, ape, norm_weight, eps, cos, sin, nope_rows, rope_rows,
+            nope_rows.stride(0), rope_rows.stride(0), block_table, block_table.stride(0), envelope,
+            RATIO=ratio, POOLED=pooled, BLOCK_ROWS=block_rows, HEAD_DIM=head_dim, LANES=power_of_two(head_dim),
+            SLOTS=min((tiles or tiles_for_mode(GPU, INTERPRETER)).SLOTS, pooled), num_warps=4,
+        )  # fmt: skip
