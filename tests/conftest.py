@@ -1,0 +1,37 @@
+"""Hypothesis profiles, threads, and the oracle cases where a checkout has them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from oracle_case import OracleCase
+
+torch.set_num_threads(min(2, os.cpu_count() or 1))
+
+_slow = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+settings.register_profile("dev", max_examples=25, deadline=None, suppress_health_check=_slow)
+settings.register_profile("ci", max_examples=25, deadline=None, derandomize=True, database=None, suppress_health_check=_slow)
+settings.register_profile("nightly", max_examples=1000, deadline=None, suppress_health_check=_slow)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
+
+ORACLE = Path(__file__).parents[2] / "shared" / "oracle"
+
+
+@pytest.fixture(scope="session", params=["pro-a", "flash-b"])
+def oracle(request: pytest.FixtureRequest) -> OracleCase:
+    """A tiny checkpoint with outputs of independent software, kept outside the repository."""
+    if not (ORACLE / request.param).is_dir():
+        pytest.skip(f"no oracle case {request.param}: tests/test_naive.py and tests/test_transformers.py stand in")
+    return OracleCase(ORACLE / request.param)
+
+
+@pytest.fixture(scope="session")
+def bf16_oracle() -> OracleCase:
+    """The case whose outputs were also computed with bfloat16 activations."""
+    if not (ORACLE / "flash-b").is_dir():
+        pytest.skip("no oracle case flash-b")
+    return OracleCase(ORACLE / "flash-b")
