@@ -43,7 +43,7 @@ LOGIT_STD = 2.0
 HC_MIX_STD = 1.0
 HC_SCALE_RANGE = (0.6, 1.4)
 HC_BASE_STD = 0.5
-HC_BASE_PRE, HC_BASE_POST, HC_BASE_DIAGONAL = -1.1, -0.3, 2.5
+HC_BASE_PRE, HC_BASE_POST, HC_BASE_DIAGONAL = -1.1, -0.3, 3.5
 NORM_RANGE = (0.27, 1.08)  # root mean square 1 over the four widths
 
 
