@@ -40,6 +40,7 @@ class Tiles:
     """SLOTS pooled tokens at a time (a power of two; fewer where a group pools fewer)."""
 
     SLOTS: int
+    num_warps: int = 4
 
 
 GPU = Tiles(SLOTS=8)
@@ -186,11 +187,12 @@ def compress(
     require(rope_rows, "rope_rows", torch.bfloat16, (None, ROPE))
     if head_dim % 64 or kv_state.shape[1] < pooled:
         raise ValueError(f"head_dim {head_dim} is no multiple of 64, or the ring is shorter than {pooled} tokens")
+    tiles = tiles or tiles_for_mode(GPU, INTERPRETER)
     if rows:
         compress_kernel[(rows,)](
             kv, score, kv.stride(0), score.stride(0), kv_state, score_state, kv_state.stride(0), score_state.stride(0),
             kv_state.shape[1], plan, slots, ape, norm_weight, eps, cos, sin, nope_rows, rope_rows,
             nope_rows.stride(0), rope_rows.stride(0), block_table, block_table.stride(0), envelope,
             RATIO=ratio, POOLED=pooled, BLOCK_ROWS=block_rows, HEAD_DIM=head_dim, LANES=power_of_two(head_dim),
-            SLOTS=min((tiles or tiles_for_mode(GPU, INTERPRETER)).SLOTS, pooled), num_warps=4,
+            SLOTS=min(tiles.SLOTS, pooled), num_warps=tiles.num_warps,
         )  # fmt: skip

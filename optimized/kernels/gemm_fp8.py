@@ -32,6 +32,8 @@ class Tiles:
 
     ROWS: int
     COLS: int
+    num_warps: int = 4
+    num_stages: int = 3
 
 
 GPU = Tiles(ROWS=64, COLS=128)
@@ -80,6 +82,6 @@ def gemm_fp8(
         gemm_fp8_kernel[grid](
             codes, scales, weight_codes, weight_scales, y, tokens, outputs, depth,
             codes.stride(0), scales.stride(0), weight_codes.stride(0), weight_scales.stride(0),
-            **asdict(tiles), num_warps=4, num_stages=3,
+            **asdict(tiles),
         )  # fmt: skip
     return y

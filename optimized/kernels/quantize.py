@@ -30,6 +30,7 @@ class Tiles:
 
     ROWS: int
     GROUPS: int
+    num_warps: int = 4
 
 
 GPU = Tiles(ROWS=16, GROUPS=1)
@@ -60,5 +61,5 @@ def quantize_activation(x: Tensor, tiles: Tiles | None = None) -> tuple[Tensor, 
     scales = torch.empty(tokens, ceil_div(width, BLOCK), dtype=torch.uint8, device=x.device)
     grid = (ceil_div(tokens, tiles.ROWS), ceil_div(width, BLOCK * tiles.GROUPS))
     if tokens and width:
-        quantize_kernel[grid](x, codes, scales, tokens, width, x.stride(0), **asdict(tiles), num_warps=4)
+        quantize_kernel[grid](x, codes, scales, tokens, width, x.stride(0), **asdict(tiles))
     return codes, scales

@@ -28,6 +28,7 @@ class Tiles:
 
     ROWS: int
     COLS: int
+    num_warps: int = 4
 
 
 GPU = Tiles(ROWS=4, COLS=512)
@@ -80,5 +81,5 @@ def write_state(
     if plan.shape[0]:
         state_write_kernel[(ceil_div(plan.shape[0], tiles.ROWS), ceil_div(width, tiles.COLS))](
             kv, score, kv.stride(0), score.stride(0), kv_state, score_state, kv_state.stride(0), score_state.stride(0),
-            kv_state.shape[1], plan, plan.shape[0], slots, ape, width, RATIO=ratio, **asdict(tiles), num_warps=4,
+            kv_state.shape[1], plan, plan.shape[0], slots, ape, width, RATIO=ratio, **asdict(tiles),
         )  # fmt: skip
