@@ -53,11 +53,13 @@ def _factors(scale: Tensor, shape: tuple[int, int], row0: int, fp4: bool) -> Ten
 
 def _compiled(weight: Tensor, factors: Tensor, row0: int, fp4: bool, out: Tensor) -> None:
     from . import decoding
+    from .threads import threads_for
 
     codes = weight.contiguous().view(torch.uint8).numpy()
     table = formats.E2M1_VALUES if fp4 else _E4M3_TABLE
     decode = decoding.decode_e2m1 if fp4 else decoding.decode_e4m3
-    decode(codes, factors.contiguous().numpy(), row0, table.numpy(), out.numpy())
+    with threads_for(out.nbytes):
+        decode(codes, factors.contiguous().numpy(), row0, table.numpy(), out.numpy())
 
 
 def _plain(weight: Tensor, factors: Tensor, row0: int, fp4: bool, out: Tensor) -> None:

@@ -82,7 +82,10 @@ class ProceduralStore:
         if info is None:
             raise BadInput(f"{self.identity}: no tensor {name}")
         start, stop = row_range(name, info.shape, start, stop)
-        values = self._draw(name, info, start, stop)
+        from .threads import threads_for
+
+        with threads_for(info.nbytes // info.shape[0] * (stop - start)):
+            values = self._draw(name, info, start, stop)
         self._bytes_read += values.nbytes
         return values
 
