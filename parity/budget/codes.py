@@ -1,0 +1,63 @@
+"""Quantised output: which codes and scale bytes a right kernel may choose. Source: docs/judge.md §5.
+
+A code is legal only if the twin's unrounded value lies within its bound of that code's bin, under the scale that the
+candidate chose; a scale byte only if the block's amax lies within its bound of the byte's range.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from reference import formats
+
+from .bounded import Bounded
+
+_VALUES = formats.e4m3_decode(torch.arange(127, dtype=torch.uint8)).double()
+_MIDPOINTS = (_VALUES[1:] + _VALUES[:-1]) / 2
+_BELOW = torch.cat([torch.zeros(1, dtype=torch.float64), _MIDPOINTS])  # [127] lower bin edge of each magnitude
+_ABOVE = torch.cat([_MIDPOINTS, torch.tensor([torch.inf], dtype=torch.float64)])
+_RECIPROCAL_SLACK = 2.0**-23  # the scale rule multiplies by fl32(1/448): its edges are good to one float32 ulp
+
+
+def per_block(x: Tensor, block: int, fill: float = 0.0) -> Tensor:
+    """[..., n] -> [..., ceil(n/block), block], a short last block filled up."""
+    short = -x.shape[-1] % block
+    return torch.nn.functional.pad(x, (0, short), value=fill).unflatten(-1, (-1, block))
+
+
+def scale_used(scales: Tensor, t: Bounded, block: int, floor: float) -> Tensor:
+    """Share of the bound that a scale byte [..., g] needs: 0 for the twin's own, infinite where no error excuses it."""
+    value, bound = per_block(t.value, block).abs(), per_block(t.bound, block)
+    amax, least, most = (x.amax(-1).clamp_min(floor) for x in (value, value - bound, value + bound))
+    _, own = formats.quantize_e4m3(t.value.float(), block, floor)
+    upper = formats.E4M3_MAX * torch.ldexp(torch.ones_like(amax), scales.int() - 127)
+    too_low, too_high = amax - upper, upper / 2 - amax
+    slack = torch.where(too_low > 0, amax - least, most - amax)
+    outside = (torch.maximum(too_low, too_high) - _RECIPROCAL_SLACK * amax).clamp_min(0)
+    used = torch.where(slack > 0, outside / slack, torch.inf)
+    used = torch.where(scales == 255, torch.inf, used)
+    return torch.where(scales == own, 0.0, used)
+
+
+def code_used(codes: Tensor, scales: Tensor, t: Bounded, block: int) -> Tensor:
+    """Share of the bound that each code [..., n] needs: the distance from the twin's value to the code's bin over A.
+
+    A zero's bin ends at zero: its sign is a bit like any other. Infinite for a NaN code, and for any but the twin's own
+    code where A is 0 (there a value on a midpoint goes to the even code).
+    """
+    size = formats.e8m0_decode(scales).double().repeat_interleave(block, -1)[..., : codes.shape[-1]]
+    x, bound = t.value / size, t.bound / size
+    magnitude = codes.int() & 127
+    known = magnitude.clamp_max(126)
+    signed = torch.where(codes >= 128, -x, x)
+    outside = torch.maximum(_BELOW[known] - signed, signed - _ABOVE[known]).clamp_min(0)
+    used = torch.where(outside > 0, outside / bound, 0.0)
+    own = formats.e4m3_encode(x.float())
+    used = torch.where((bound == 0) & (codes != own), torch.inf, used)
+    return torch.where(magnitude == 127, torch.inf, used)
+
+
+def dequantize(codes: Tensor, scales: Tensor, block: int) -> Tensor:
+    """Codes [..., n] and scale bytes [..., ceil(n/block)] -> float64."""
+    return formats.dequantize_blocks(formats.e4m3_decode(codes.contiguous()), scales.contiguous(), block).double()

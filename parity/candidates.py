@@ -1,0 +1,167 @@
+"""The candidate: kernels of `optimized` on the payloads of a step, one op at a time. Nothing here computes.
+
+Each function takes a step and returns what the kernel stored, by output name. Source: docs/judge.md §7.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from optimized.kernels.compress import compress
+from optimized.kernels.decode_attention import decode_attention
+from optimized.kernels.gemm_fp8 import gemm_fp8
+from optimized.kernels.quantize import quantize_activation
+from optimized.kernels.state_write import write_state
+from optimized.pool import plans
+from optimized.pool.geometry import BLOCK_TOKENS, pooled_tokens
+from optimized.pool.rows import unpack_2buff
+from optimized.rope import rope_table
+from reference import formats
+from reference.compressor import Compressor
+
+from .judge import Stored
+from .pour import PouredPool, rings
+from .step import Step
+
+ACTIVATION_BLOCK = 128
+# Where the input of each FP8 linear comes from: the tap of the payload that its quantiser reads.
+SOURCE = {
+    "attn.wq_a": "attn_norm",
+    "attn.wkv": "attn_norm",
+    "attn.wq_b": "attn.q_norm",
+    "attn.indexer.wq_b": "attn.q_norm",
+    "attn.wo_b": "attn.wo_a",
+    "ffn.shared_experts.w1": "ffn_norm",
+    "ffn.shared_experts.w3": "ffn_norm",
+    "ffn.shared_experts.w2": "ffn.shared_experts.h",
+    "e_proj": "enorm",
+    "h_proj": "hnorm",
+}
+
+
+def payload(step: Step, linear: str) -> Tensor:
+    """What goes into a linear's quantiser, [t, d]: the streams of MTP count as tokens."""
+    return step.capture[SOURCE[linear]].flatten(0, -2)
+
+
+def quantised_input(step: Step, linear: str) -> tuple[Tensor, Tensor]:
+    """Codes and scale bytes [t, k], [t, k/128]: the candidate's own where its quantiser ran, else the twin's."""
+    own = step.stored.get(f"{linear}.input")
+    if isinstance(own, tuple):
+        return own
+    return formats.quantize_e4m3(payload(step, linear).float(), ACTIVATION_BLOCK)
+
+
+def quantise(step: Step, op: str) -> dict[str, Stored]:
+    """bfloat16 payload -> codes and scales."""
+    return {op: quantize_activation(payload(step, op.removesuffix(".input")).to(torch.bfloat16))}
+
+
+def gemm(step: Step, op: str) -> dict[str, Stored]:
+    linear = step.linear(op)
+    assert linear.scale is not None
+    return {op: gemm_fp8(*quantised_input(step, op), linear.weight.view(torch.uint8), linear.scale.view(torch.uint8))}
+
+
+def table(step: Step, op: str) -> dict[str, Stored]:
+    cos, sin = rope_table(step.config, step.layer, step.batch.positions)
+    return {"cos": cos, "sin": sin}
+
+
+def compressor_of(step: Step, op: str) -> tuple[Compressor, bool]:
+    """The compressor an op belongs to, and whether it is the indexer's."""
+    indexer = op.startswith("attn.indexer.")
+    owner = step.block.attn.indexer if indexer else step.block.attn
+    assert owner is not None and owner.compressor is not None
+    return owner.compressor, indexer
+
+
+def projections(step: Step, op: str) -> tuple[Tensor, Tensor]:
+    """What the compressor's two matrices put out for this step's tokens, float32 [t, w], the score without its bias."""
+    compressor, indexer = compressor_of(step, op)
+    at = "attn.indexer.compressor" if indexer else "attn.compressor"
+    return step.capture[f"{at}.values"].float(), compressor.wgate.apply(step.capture["attn_norm"]).float()
+
+
+def step_plan(step: Step, compressor: Compressor, complete: bool) -> Tensor:
+    """Rows of the compress plan (`complete` groups) or of the write plan, int32 [n, 4]."""
+    extend, context = np.diff(step.batch.bounds), np.array(step.ends)
+    make = plans.compress_plan if complete else plans.write_plan
+    return torch.from_numpy(make(extend, context, compressor.ratio))
+
+
+def compressed_rows(step: Step, op: str) -> dict[str, Stored]:
+    """Pool, norm, rotate, quantise and write the row of every group that this step completes."""
+    compressor, _ = compressor_of(step, op)
+    plan, poured = step_plan(step, compressor, complete=True), step.pool_before()
+    untouched = poured.copy()
+    cos, sin = rope_table(step.config, step.layer, plan[:, 2] // compressor.ratio * compressor.ratio)
+    compress(
+        *projections(step, op), *rings(poured, indexer=False), plan, poured.slots,
+        compressor.ape.float(), compressor.norm.float(), compressor.eps, cos, sin,
+        *poured.pool.layer_rows(poured.layer), poured.block_table,
+        ratio=compressor.ratio, envelope=poured.geometry.envelope, block_rows=BLOCK_TOKENS // compressor.ratio,
+    )  # fmt: skip
+    rows = written_rows(poured, plan, compressor.ratio)
+    nope, rotated = (plane[rows] for plane in poured.pool.layer_rows(poured.layer))
+    for mine, other in zip(poured.pool.layer_rows(poured.layer), untouched.pool.layer_rows(poured.layer), strict=True):
+        other[rows] = mine[rows]
+    codes, scales = unpack_2buff(nope)
+    layout = nope[:, codes.shape[1] :]
+    return {"nope": (codes, scales), "layout": layout, "rope": rotated, **poured.changed(untouched)}
+
+
+def written_rows(poured: PouredPool, plan: Tensor, ratio: int) -> Tensor:
+    """Row, relative to the layer's base, that every plan row writes."""
+    entries = [poured.compressed_at(int(b), (p // ratio)[None].long()) for b, p in zip(plan[:, 1], plan[:, 2], strict=True)]
+    return torch.cat(entries) if entries else torch.zeros(0, dtype=torch.int64)
+
+
+def state_rows(step: Step, op: str) -> dict[str, Stored]:
+    """Put this step's projections into the rings; what later groups may still need is looked at."""
+    compressor, indexer = compressor_of(step, op)
+    poured = step.pool_before()
+    untouched = poured.copy()
+    state = rings(poured, indexer)
+    write_state(*projections(step, op), *state, step_plan(step, compressor, complete=False), poured.slots,
+                compressor.ape.float())  # fmt: skip
+    kept = kept_tokens(step, pooled_tokens(compressor.ratio))
+    slot = poured.slots[step.places.labels["sequence"][kept]].long()
+    at = step.batch.positions[kept] % state[0].shape[1]
+    values, gates = (ring[slot, at] for ring in state)
+    for mine, other in zip(state, rings(untouched, indexer), strict=True):
+        other[slot, at] = mine[slot, at]
+    return {"values": values, "gates": gates, **poured.changed(untouched)}
+
+
+def kept_tokens(step: Step, pooled: int) -> Tensor:
+    """Which of the step's tokens the rings must hold afterwards: the last `pooled` of each sequence."""
+    end = torch.tensor(step.ends)[step.places.labels["sequence"]]
+    return (step.batch.positions >= end - pooled).nonzero().flatten()
+
+
+def attention(step: Step, op: str) -> dict[str, Stored]:
+    """Sparse attention over the pool's rows, by the lists that the host makes."""
+    poured = step.pool_to_attend()
+    untouched = poured.copy()
+    attn = step.block.attn
+    lists = plans.attention_lists(
+        poured.geometry, step.kind, step.batch.positions.numpy(), step.places.labels["sequence"].numpy(),
+        poured.slots.numpy(), poured.block_table.numpy(), picks(step),
+    )  # fmt: skip
+    indices, indptr = map(torch.from_numpy, lists)
+    q = step.capture["attn.q"].to(torch.bfloat16)
+    planes = poured.pool.layer_rows(poured.layer)
+    out = decode_attention(q, *planes, indices, indptr, attn.sink.float(), scale=attn.head_dim**-0.5)
+    return {op: out, **poured.changed(untouched)}
+
+
+def picks(step: Step) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]] | None:
+    """The indexer's choice for each token, -1 where there are fewer [t, k]; None where nobody chooses."""
+    if step.kind != "csa":
+        return None
+    parts = step.capture.parts("attn.indexer.picks")
+    width = max(p.shape[1] for p in parts)
+    return torch.cat([torch.nn.functional.pad(p, (0, width - p.shape[1]), value=-1) for p in parts]).numpy()

@@ -1,0 +1,230 @@
+"""One layer at a time: truth, twin and candidate in every phase, judged, and the streams handed to the next layer.
+
+Source: docs/judge.md §8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from reference.block import Block
+from reference.checkpoint.loader import Loader
+from reference.checkpoint.store import WeightStore
+from reference.config import Config
+from reference.mtp import MTP
+from reference.rounding import EXACT, Profile, Sites
+from reference.state import Batch, LayerState
+
+from . import candidates, cases, ops
+from .budget.bounded import Arithmetic
+from .judge import Verdict, judge
+from .metrics import cosine, relative_l2
+from .step import Step
+from .taps import Capture
+
+EXPERT_MEMORY = 1 << 28  # bytes of experts kept within a layer
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is the same for all layers of a run."""
+
+    store: WeightStore
+    profile: Profile
+    plan: cases.Plan
+    ops: Sequence[ops.Op]
+    how: Arithmetic
+    seed: int
+
+    @property
+    def config(self) -> Config:
+        return self.store.config
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One op of one layer in one phase: its verdicts, or why there are none."""
+
+    op: ops.Op
+    layer: int
+    phase: str
+    verdicts: tuple[Verdict, ...]
+    missing: str | None = None
+
+
+@dataclass(frozen=True)
+class Drift:
+    """How far the twin's streams are from the truth's after a layer: the price of rounding, not of errors."""
+
+    layer: int
+    phase: str
+    relative_l2: float
+    cosine: float
+    worst_token: int
+
+
+@dataclass
+class Streams:
+    """Residual streams [t, s, D] of every phase before a layer, of the truth and of the twin."""
+
+    truth: dict[str, Tensor]
+    twin: dict[str, Tensor]
+
+
+@dataclass
+class Flow:
+    """Runs layers in order. `streams` is what the next layer gets; without a layer before it they are synthetic."""
+
+    setting: Setting
+    loader: Loader
+    ids: list[Tensor]
+    streams: Streams | None = None
+    judged: list[Judged] = field(default_factory=list)
+    drift: list[Drift] = field(default_factory=list)
+
+    @classmethod
+    def start(cls, setting: Setting) -> Flow:
+        loader = Loader(setting.store, torch.float64, EXPERT_MEMORY)
+        return cls(setting, loader, cases.token_ids(setting.plan, setting.config.vocab_size, setting.seed))
+
+    def begin_with_tokens(self) -> None:
+        """Streams of layer 0: each token's embedding, four times."""
+        embedded = {phase: self.loader.embed(self.batch(phase).ids) for phase in self.setting.plan.phases()}
+        wide = {phase: x[:, None].repeat(1, self.setting.config.hc_mult, 1) for phase, x in embedded.items()}
+        self.streams = Streams(dict(wide), dict(wide))
+
+    def members(self, phase: str) -> list[int]:
+        """Sequences that have tokens in a phase."""
+        return [i for i, s in enumerate(self.setting.plan.sequences) if s.tokens.get(phase)]
+
+    def batch(self, phase: str, shift: int = 0) -> Batch:
+        """The ragged batch of a phase; with `shift` 1 its ids are those of the tokens after."""
+        ids, positions, bounds = [], [], [0]
+        for i in self.members(phase):
+            plan = self.setting.plan.sequences[i]
+            before = sum(plan.tokens.get(p, 0) for p in cases.PHASES[: cases.PHASES.index(phase)])
+            count = plan.tokens[phase]
+            ids.append(self.ids[i][before + shift : before + shift + count])
+            positions.append(plan.start + before + torch.arange(count))
+            bounds.append(bounds[-1] + count)
+        return Batch(torch.cat(ids), torch.cat(positions), bounds)
+
+    def run_layer(self, layer: int) -> Iterator[Judged]:
+        """All phases of one layer; verdicts as they come."""
+        c, setting = self.setting.config, self.setting
+        drafter = layer >= c.num_hidden_layers
+        mtp = self.loader.mtp(layer - c.num_hidden_layers) if drafter else None
+        block = mtp.block if mtp else self.loader.block(layer)
+        work = _Layer(self, layer, block, mtp, self._states(layer, block, EXACT), self._states(layer, block, setting.profile))
+        streams = self.streams or self._synthetic(layer)
+        out = Streams({}, {})
+        for phase in setting.plan.phases():
+            step = work.run(phase, streams, out)
+            self.drift.append(_drift(layer, phase, out))
+            if phase in setting.plan.judged:
+                for result in judge_step(step, setting.ops):
+                    self.judged.append(result)
+                    yield result
+        if self.streams:
+            self.streams = out
+
+    def _states(self, layer: int, block: Block, profile: Profile) -> list[LayerState]:
+        """What each sequence has behind it: nothing, or a synthetic past, the same draw for truth and twin."""
+        sites = Sites(profile).block("").at("attn")
+        return [
+            cases.synthetic_state(block.attn, s.start, sites, _generator(self.setting.seed, layer, i))
+            for i, s in enumerate(self.setting.plan.sequences)
+        ]
+
+    def _synthetic(self, layer: int) -> Streams:
+        generator = _generator(self.setting.seed, layer, -1)
+        made = {
+            phase: cases.streams(self.setting.config, len(self.batch(phase).ids), generator)
+            for phase in self.setting.plan.phases()
+        }
+        return Streams(dict(made), dict(made))
+
+
+def _generator(seed: int, layer: int, sequence: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed * 1_000_003 + layer * 1009 + sequence + 1)
+
+
+@dataclass
+class _Layer:
+    """The weights of one layer and the states of both engines between phases."""
+
+    flow: Flow
+    layer: int
+    block: Block
+    mtp: MTP | None
+    truth: list[LayerState]
+    twin: list[LayerState]
+
+    def run(self, phase: str, streams: Streams, out: Streams) -> Step:
+        """Truth and twin take a phase's tokens; the twin's payloads are kept for replay."""
+        flow, setting = self.flow, self.flow.setting
+        batch, members = flow.batch(phase, int(self.mtp is not None)), flow.members(phase)
+        name = cases.layer_name(setting.config, self.layer)
+        capture = Capture([f"{name}.", f"{name.removesuffix('block')}"], ops.wanted_taps(setting.ops))
+        out.truth[phase], after = self._step(streams.truth[phase], batch, [self.truth[i] for i in members], Sites())
+        self._keep(self.truth, members, after)
+        before = [self.twin[i] for i in members]
+        sites = Sites(setting.profile, capture)
+        out.twin[phase], after = self._step(streams.twin[phase], batch, before, sites)
+        self._keep(self.twin, members, after)
+        return Step(setting.config, self.layer, phase, self.block, self.mtp, batch, capture, before, after,
+                    Sites(setting.profile), setting.how, setting.seed)  # fmt: skip
+
+    def _step(self, x: Tensor, batch: Batch, states: list[LayerState], sites: Sites) -> tuple[Tensor, list[LayerState]]:
+        """[t, s, D] -> [t, s, D]; MTP puts out what its head sees, [t, 1, D]."""
+        if self.mtp is None:
+            return self.block(x, batch, states, sites.block(cases.layer_name(self.flow.setting.config, self.layer)))
+        embedded = sites("embed", self.flow.loader.embed(batch.ids))
+        index = self.layer - self.flow.setting.config.num_hidden_layers
+        y, after = self.mtp(x, embedded, batch, states, f"mtp.{index}", sites)
+        return y[:, None], after
+
+    @staticmethod
+    def _keep(states: list[LayerState], members: list[int], after: list[LayerState]) -> None:
+        for i, state in zip(members, after, strict=True):
+            states[i] = state
+
+
+def judge_step(step: Step, chosen: Sequence[ops.Op]) -> Iterator[Judged]:
+    """Every chosen op that this layer has: run the candidate, replay the twin, compare."""
+    for op in chosen:
+        here = step.kind in op.kinds or ("mtp" in op.kinds and step.mtp is not None)
+        if here:
+            missing = op.missing(step.phase) or _unfit(step, op)
+            yield Judged(op, step.layer, step.phase, () if missing else judge_op(step, op), missing)
+
+
+def _unfit(step: Step, op: ops.Op) -> str | None:
+    """A product of codes needs a weight of codes."""
+    name = op.name.removesuffix(".input")
+    if name not in candidates.SOURCE:
+        return None
+    linear = step.linear(name)
+    fits = linear.weight.dtype == torch.float8_e4m3fn and linear.scale is not None
+    if fits and linear.scale.dtype == torch.float8_e8m0fnu:  # type: ignore[union-attr]
+        return None
+    return f"the weight is stored as {str(linear.weight.dtype).removeprefix('torch.')}, not as FP8 with E8M0 scales"
+
+
+def judge_op(step: Step, op: ops.Op) -> tuple[Verdict, ...]:
+    """Verdicts of one op's outputs. What the candidate stored is kept for the ops it feeds."""
+    assert op.candidate is not None and op.twin is not None
+    stored = op.candidate(step, op.name)
+    step.stored |= stored
+    expected = op.twin(step, op.name, stored)
+    return tuple(judge(name, stored[name], e.expected, step.how, e.places) for name, e in expected.items())
+
+
+def _drift(layer: int, phase: str, out: Streams) -> Drift:
+    truth, twin = out.truth[phase], out.twin[phase]
+    by_token = (twin - truth).flatten(1).norm(dim=1) / truth.flatten(1).norm(dim=1).clamp_min(2.0**-1000)
+    return Drift(layer, phase, relative_l2(twin, truth), cosine(twin, truth), int(by_token.argmax()))

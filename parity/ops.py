@@ -1,0 +1,158 @@
+"""Every op of the model: where it exists, what goes in and comes out, and who can evaluate it.
+
+An op ends where an engine stores something. One without a candidate is named in every report with its reason. Source:
+docs/judge.md §7.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from . import candidates, twins
+from .cases import PHASES
+from .judge import Stored
+from .step import Step
+
+Candidate = Callable[[Step, str], dict[str, Stored]]
+Twin = Callable[[Step, str, dict[str, Stored]], twins.Expectations]
+
+ALL = ("window", "hca", "csa")
+COMPRESSED = ("hca", "csa")
+CSA = ("csa",)
+MTP = ("mtp",)
+HEAD = ("head",)
+NO_KERNEL = "no kernel yet"
+
+
+@dataclass(frozen=True)
+class Op:
+    """`kinds` of layer that have it (`mtp`: outside the block of a drafter; `head`: once a model), phases, taps in and
+    out; candidate and twin, or the reason why there is none."""
+
+    name: str
+    kinds: tuple[str, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    candidate: Candidate | None = None
+    twin: Twin | None = None
+    phases: tuple[str, ...] = PHASES
+    reason: str = NO_KERNEL
+    bound: str = ""
+
+    def missing(self, phase: str) -> str | None:
+        """Why this op is not judged in a phase, or None."""
+        if self.candidate is None:
+            return self.reason
+        return None if phase in self.phases else f"no kernel for {phase} yet"
+
+
+def _linear(name: str, kinds: tuple[str, ...] = ALL) -> list[Op]:
+    """An FP8 linear: its quantiser and its product."""
+    source = candidates.SOURCE[name]
+    product = Op(name, kinds, (f"{name}.input",), (name,), candidates.gemm, twins.gemm,
+                 bound="min(k, λ·sqrt(k))·u·Σ|x·w|, k = input width; products of codes are exact")  # fmt: skip
+    if name == "ffn.shared_experts.w2":
+        reason = "SwiGLU goes to codes without a stored step in this build, and that kernel does not exist yet"
+        return [Op(f"{name}.input", kinds, (source,), (f"{name}.input",), reason=reason), product]
+    return [
+        Op(f"{name}.input", kinds, (source,), (f"{name}.input",), candidates.quantise, twins.quantise,
+           bound="0: the payload is exact, so are amax, scale and quotient"),
+        product,
+    ]  # fmt: skip
+
+
+def _missing(name: str, kinds: tuple[str, ...], inputs: str, reason: str = NO_KERNEL, outputs: str = "") -> Op:
+    return Op(name, kinds, tuple(inputs.split()), tuple(outputs.split()) or (name,), reason=reason)
+
+
+def _experts(part: str, source: str) -> list[Op]:
+    name = f"ffn.experts.{part}"
+    same = "same quantiser as ffn.shared_experts.w1.input; the gather by expert has no kernel yet"
+    return [_missing(f"{name}.input", ALL, source, NO_KERNEL if part == "w2" else same),
+            _missing(name, ALL, f"{name}.input", "no FP4 kernel yet")]  # fmt: skip
+
+
+def _state(name: str, kinds: tuple[str, ...]) -> Op:
+    inputs = (f"{name}.values", "attn_norm")
+    return Op(f"{name}.state", kinds, inputs, ("values", "gates"), candidates.state_rows, twins.state_rows,
+              bound="0: the sum of score and bias is rounded once, to the float32 that is stored")  # fmt: skip
+
+
+OPS: tuple[Op, ...] = (
+    _missing("embed", HEAD, "ids"),
+    _missing("enorm", MTP, "embed"),
+    _missing("hnorm", MTP, "streams"),
+    *_linear("e_proj", MTP),
+    *_linear("h_proj", MTP),
+    _missing("streams", MTP, "e_proj h_proj"),
+    _missing("hc_attn.pre", ALL, "streams", outputs="hc_attn.u hc_attn.post hc_attn.comb"),
+    _missing("attn_norm", ALL, "hc_attn.u"),
+    *_linear("attn.wq_a"),
+    _missing("attn.q_norm", ALL, "attn.wq_a"),
+    *_linear("attn.wq_b"),
+    Op("attn.rope.table", ALL, (), ("cos", "sin"), candidates.table, twins.table,
+       bound="|θ|·(2·4+2)·u for the frequency and the product, 4u for the function"),
+    _missing("attn.q", ALL, "attn.wq_b"),
+    *_linear("attn.wkv"),
+    _missing("attn.kv", ALL, "attn.wkv"),
+    _missing("attn.compressor.values", COMPRESSED, "attn_norm", "no BF16 GEMM with float32 output yet"),
+    Op("attn.compressor.row", COMPRESSED, ("attn_norm", "attn.compressor.values"), ("nope", "rope", "layout"),
+       candidates.compressed_rows, twins.compressed_rows,
+       bound="softmax pooling, norm and rotation composed; a code or scale may differ within it of an edge"),
+    _state("attn.compressor", COMPRESSED),
+    *_linear("attn.indexer.wq_b", CSA),
+    _missing("attn.indexer.q", CSA, "attn.indexer.wq_b"),
+    _missing("attn.indexer.weights", CSA, "attn_norm"),
+    _missing("attn.indexer.compressor.values", CSA, "attn_norm", "no BF16 GEMM with float32 output yet"),
+    _missing("attn.indexer.compressor.row", CSA, "attn.indexer.compressor.values", "no Hadamard and FP4 row kernel yet"),
+    _state("attn.indexer.compressor", CSA),
+    _missing("attn.indexer.scores", CSA, "attn.indexer.q attn.indexer.weights attn.indexer.compressor.row"),
+    _missing("attn.indexer.picks", CSA, "attn.indexer.scores"),
+    Op("attn.core", ALL, ("attn.q", "attn.kv", "attn.indexer.picks"), ("attn.core",),
+       candidates.attention, twins.attention, phases=("decode", "verify"),
+       bound="score dots through exp, λ·sqrt(Σ(w·2^-9·v)²) for probabilities in bfloat16, sums and division"),
+    _missing("attn.o_rotated", ALL, "attn.core"),
+    _missing("attn.wo_a", ALL, "attn.o_rotated", "its input is not quantised; no BF16 GEMM yet"),
+    *_linear("attn.wo_b"),
+    _missing("hc_attn.streams", ALL, "attn.wo_b hc_attn.post hc_attn.comb"),
+    _missing("hc_ffn.pre", ALL, "hc_attn.streams", outputs="hc_ffn.u hc_ffn.post hc_ffn.comb"),
+    _missing("ffn_norm", ALL, "hc_ffn.u"),
+    _missing("ffn.gate.scores", ALL, "ffn_norm"),
+    _missing("ffn.gate.experts", ALL, "ffn.gate.scores", outputs="ffn.gate.experts ffn.gate.weights"),
+    *_experts("w1", "ffn_norm"),
+    *_experts("w3", "ffn_norm"),
+    *_experts("w2", "ffn.experts.h"),
+    *_linear("ffn.shared_experts.w1"),
+    *_linear("ffn.shared_experts.w3"),
+    *_linear("ffn.shared_experts.w2"),
+    _missing("ffn.out", ALL, "ffn.experts.w2 ffn.shared_experts.w2 ffn.gate.weights"),
+    _missing("hc_ffn.streams", ALL, "ffn.out hc_ffn.post hc_ffn.comb"),
+    _missing("hc_head", HEAD, "streams"),
+    _missing("norm", HEAD, "hc_head"),
+    _missing("head.logits", HEAD, "norm"),
+)  # fmt: skip
+BY_NAME = {op.name: op for op in OPS}
+
+
+def select(patterns: Iterable[str]) -> list[Op]:
+    """Ops that match any of the shell patterns, in order of the model. Raises ValueError for a pattern without a match."""
+    chosen: set[str] = set()
+    for pattern in patterns:
+        found = fnmatch.filter(BY_NAME, pattern)
+        if not found:
+            raise ValueError(f"no op matches {pattern!r}; ops are named like attn.wq_a, attn.compressor.row, attn.core")
+        chosen.update(found)
+    return [op for op in OPS if op.name in chosen]
+
+
+def wanted_taps(ops: Iterable[Op]) -> set[str]:
+    """Taps a capture must keep to feed these ops."""
+    taps = {tap for op in ops if op.candidate for tap in op.inputs}
+    return taps | {candidates.SOURCE[t.removesuffix(".input")] for t in taps if t.endswith(".input")}
+
+
+def known_taps() -> set[str]:
+    """Every tap that an op reads or writes, inside its block."""
+    return {tap for op in OPS for tap in (*op.inputs, *op.outputs)} | set(candidates.SOURCE.values())

@@ -1,0 +1,88 @@
+"""One step of one layer, as a judge sees it: what the twin had and said, and what the candidate stored.
+
+Source: docs/judge.md §7.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from reference.block import Block
+from reference.config import Config, Kind
+from reference.linear import Linear
+from reference.mtp import MTP
+from reference.rounding import Sites
+from reference.state import Batch, LayerState
+
+from .budget.bounded import Arithmetic
+from .judge import Places, Stored
+from .pour import PouredPool, pour
+from .taps import Capture
+
+
+@dataclass
+class Step:
+    """`capture` holds the twin's payloads of this step; `before` and `after` its states, one a sequence; `sites` its
+    profile at the block, without a listener. `stored` collects what the candidate's ops put out: a later op of the
+    chain is fed from it, and from the twin's payload where no candidate made one."""
+
+    config: Config
+    layer: int
+    phase: str
+    block: Block
+    mtp: MTP | None
+    batch: Batch
+    capture: Capture
+    before: list[LayerState]
+    after: list[LayerState]
+    sites: Sites
+    how: Arithmetic
+    seed: int
+    stored: dict[str, Stored] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> Kind:
+        return self.config.kind(self.layer)
+
+    def linear(self, name: str) -> Linear:
+        """The weight behind an op's name, `attn.wq_a`, `ffn.shared_experts.w2`, `e_proj`."""
+        part: object = self.mtp if name in ("e_proj", "h_proj") else self.block
+        for attribute in name.replace("shared_experts", "shared").split("."):
+            part = getattr(part, attribute)
+        assert isinstance(part, Linear)
+        return part
+
+    @cached_property
+    def places(self) -> Places:
+        """Sequence and position of every token."""
+        sequence = torch.cat([torch.full((s.stop - s.start,), b) for b, s in enumerate(self.batch.sequences())])
+        return Places({"sequence": sequence, "position": self.batch.positions})
+
+    @property
+    def starts(self) -> list[int]:
+        """Position of each sequence's first token of this step."""
+        return [int(self.batch.positions[s.start]) for s in self.batch.sequences()]
+
+    @property
+    def ends(self) -> list[int]:
+        """Tokens each sequence has after this step."""
+        return [int(self.batch.positions[s.stop - 1]) + 1 for s in self.batch.sequences()]
+
+    def raw_rows(self) -> list[tuple[int, Tensor]]:
+        """Per sequence, the raw rows that this step's tokens may see: position of the first, and rows [n, d]."""
+        new = self.capture["attn.kv"]
+        parts = zip(self.before, self.batch.sequences(), self.starts, strict=True)
+        return [(start - len(s.window), torch.cat([s.window, new[where]])) for s, where, start in parts]
+
+    def pool_before(self) -> PouredPool:
+        """A pool as the step finds it, with nothing in the windows."""
+        empty = [(0, state.window[:0]) for state in self.before]
+        return pour(self.config, self.layer, self.before, empty, self.starts, self.ends, self.seed)
+
+    def pool_to_attend(self) -> PouredPool:
+        """A pool as attention finds it: this step's rows are in."""
+        return pour(self.config, self.layer, self.after, self.raw_rows(), self.ends, self.ends, self.seed)

@@ -1,0 +1,196 @@
+"""The twin: what each op should have put out, replayed on the candidate's own inputs, with bounds.
+
+Each function takes a step and what the candidate stored, and returns the expectation of every output. Source:
+docs/judge.md §4 and §7.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from optimized.pool.geometry import BLOCK_TOKENS, pooled_tokens
+from optimized.rope import rope_table
+from reference import formats
+from reference.compressor import Compressor, overlap
+from reference.state import CompressorState
+
+from . import candidates
+from .budget import codes, spans
+from .budget.bounded import FUNCTION_ULPS, Bounded, dot, exact
+from .judge import Bytes, Codes, Dense, Expected, Places, Stored
+from .step import Step
+
+FREQUENCY_ULPS = 4.0  # of a float32 power and the blend of two: what two implementations of the table may differ by
+ROW_BLOCK = 64
+TILE = 1 << 23  # weights held in float64 at a time
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """What one output should be, and what its first axis counts."""
+
+    expected: Expected
+    places: Places
+
+
+Expectations = dict[str, Expectation]
+StoredOutputs = dict[str, Stored]
+
+
+def quantise(step: Step, op: str, stored: StoredOutputs) -> Expectations:
+    """The payload is exact, so every code and scale must be the twin's."""
+    x = candidates.payload(step, op.removesuffix(".input"))
+    expected = Codes(exact(x), candidates.ACTIVATION_BLOCK, formats.E4M3_AMAX_FLOOR, "td")
+    return {op: Expectation(expected, _token_places(step, len(x)))}
+
+
+def _token_places(step: Step, rows: int) -> Places:
+    """Labels of each row: MTP puts the streams of a token into rows of their own."""
+    each = rows // len(step.batch.ids)
+    labels = {name: values.repeat_interleave(each) for name, values in step.places.labels.items()}
+    return Places(labels | ({"stream": torch.arange(rows) % each} if each > 1 else {}))
+
+
+def gemm(step: Step, op: str, stored: StoredOutputs) -> Expectations:
+    """Product of the codes that went in: products are exact, `k` float32 additions round."""
+    x_codes, x_scales = candidates.quantised_input(step, op)
+    x = exact(codes.dequantize(x_codes, x_scales, candidates.ACTIVATION_BLOCK))
+    linear = step.linear(op)
+    rows = max(1, TILE // x.value.shape[1])
+    parts = [
+        dot(x, exact(linear.dense(torch.float64, first, min(first + rows, linear.out_features))), step.how)
+        for first in range(0, linear.out_features, rows)
+    ]
+    y = Bounded(torch.cat([p.value for p in parts], 1), torch.cat([p.bound for p in parts], 1))
+    return {op: Expectation(Dense(y, "bf16", "td"), _token_places(step, len(x.value)))}
+
+
+def table(step: Step, op: str, stored: StoredOutputs) -> Expectations:
+    """cos and sin of the float32 product of position and frequency; frequencies may differ by a few ulps."""
+    rope, positions = step.block.attn.rope, step.batch.positions
+    angle = (positions.float()[:, None] * rope.frequencies(torch.float32)).double()
+    bound = (2 * FREQUENCY_ULPS + 2) * step.how.u * angle.abs() + 2 * FUNCTION_ULPS * step.how.u
+    both = {"cos": angle.cos(), "sin": angle.sin()}
+    return {name: Expectation(Dense(Bounded(value, bound), "f32", "td"), step.places) for name, value in both.items()}
+
+
+def compressed_rows(step: Step, op: str, stored: StoredOutputs) -> Expectations:
+    """Pooling, norm, rotation and quantiser as one span: nothing in between is stored."""
+    compressor, _ = candidates.compressor_of(step, op)
+    values, gates = _new_tokens(step, op)
+    pooled, labels = [], []
+    for b, where in enumerate(step.batch.sequences()):
+        part = _pooled(compressor, step.before[b].compressor, values[where], gates[where], step)
+        first = step.starts[b] // compressor.ratio
+        pooled.append(part)
+        labels.append(torch.stack([torch.full((len(part.value),), b), first + torch.arange(len(part.value))]))
+    together = Bounded(torch.cat([p.value for p in pooled]), torch.cat([p.bound for p in pooled]))
+    sequence, entry = torch.cat(labels, 1)
+    row = _finished(step, compressor, together, entry)
+    nope, rotated = row.split_last(compressor.rope.dim)
+    places = _row_places(step, sequence, entry, compressor.ratio)
+    return {
+        "nope": Expectation(Codes(nope, ROW_BLOCK, formats.E4M3_AMAX_FLOOR, "cd"), places),
+        "rope": Expectation(Dense(rotated, "bf16", "cd"), places),
+        "layout": Expectation(Bytes(_layout(stored["nope"], stored["layout"]), "cd"), places),
+        **_untouched(stored),
+    }
+
+
+def _new_tokens(step: Step, op: str) -> tuple[Tensor, Bounded]:
+    """Values, and gates with their position bias, which one float32 addition puts on."""
+    compressor, _ = candidates.compressor_of(step, op)
+    values, score = (x.double() for x in candidates.projections(step, op))
+    gates = score + compressor.ape[step.batch.positions % compressor.ratio]
+    return values, Bounded(gates, step.how.u * gates.abs())
+
+
+def _pooled(compressor: Compressor, before: CompressorState | None, values: Tensor, gates: Bounded, step: Step) -> Bounded:
+    """The rows that one sequence's new tokens complete, before their norm, from its rings as float32 holds them."""
+    state = before or compressor.initial_state()
+    all_values = torch.cat([state.values.float().double(), values])
+    all_gates = torch.cat([state.gates.float().double(), gates.value])
+    bound = torch.cat([torch.zeros_like(state.gates), gates.bound])
+    done = len(all_values) // compressor.ratio * compressor.ratio
+    v, g, e = (x[:done].unflatten(0, (-1, compressor.ratio)) for x in (all_values, all_gates, bound))
+    if compressor.overlapping:
+        v, g, e = overlap(v), overlap(g), overlap(e)
+    if not len(v):
+        return exact(v.new_zeros(0, compressor.norm.shape[0]))
+    return spans.pooled(exact(v), Bounded(g, e), step.how)
+
+
+def _finished(step: Step, compressor: Compressor, pooled: Bounded, entry: Tensor) -> Bounded:
+    """Norm, and rotation by the candidate's own table: the table is an op of its own."""
+    normed = spans.rms_norm(pooled, compressor.norm, compressor.eps, step.how)
+    cos, sin = rope_table(step.config, step.layer, entry * compressor.ratio)
+    return spans.rotate(normed, cos.double(), sin.double(), step.how)
+
+
+def _row_places(step: Step, sequence: Tensor, entry: Tensor, ratio: int) -> Places:
+    labels = {"sequence": sequence, "entry": entry, "position": entry * ratio + ratio - 1}
+    poured = step.pool_before()
+    per_block = BLOCK_TOKENS // ratio
+    page = poured.block_table[sequence, entry // per_block]
+    return Places(labels | {"page": page, "page_row": entry % per_block})
+
+
+def _layout(nope: Stored, layout: Stored) -> Tensor:
+    """Bytes after the codes of a row: every scale of the candidate's twice, then zeros."""
+    assert isinstance(nope, tuple) and isinstance(layout, Tensor)
+    expected = torch.zeros_like(layout)
+    twice = nope[1].repeat_interleave(2, -1)
+    expected[:, : twice.shape[1]] = twice
+    return expected
+
+
+def _untouched(stored: StoredOutputs) -> Expectations:
+    """No byte of the pool changes that was not to be written."""
+    masks = {name: mask for name, mask in stored.items() if name.startswith("pool.") and isinstance(mask, Tensor)}
+    return {name: Expectation(Bytes(torch.zeros_like(mask), "cd"), Places()) for name, mask in masks.items()}
+
+
+def state_rows(step: Step, op: str, stored: StoredOutputs) -> Expectations:
+    """Rings hold the projections, gates with one float32 addition: nothing else rounds."""
+    compressor, _ = candidates.compressor_of(step, op)
+    kept = candidates.kept_tokens(step, pooled_tokens(compressor.ratio))
+    values, gates = _new_tokens(step, op)
+    labels = {name: values[kept] for name, values in step.places.labels.items()}
+    return {
+        "values": Expectation(Dense(exact(values[kept]), "f32", "td"), Places(labels)),
+        "gates": Expectation(Dense(exact(gates.value[kept]), "f32", "td"), Places(labels)),
+        **_untouched(stored),
+    }
+
+
+def attention(step: Step, op: str, stored: StoredOutputs) -> Expectations:
+    """One softmax over each token's own rows, taken from the reference's state and not from the candidate's lists."""
+    attn, q = step.block.attn, step.capture["attn.q"]
+    parts = []
+    for b, where in enumerate(step.batch.sequences()):
+        rows, absent = _visible_rows(step, b, where)
+        parts.append(spans.sink_attention(q[where], rows, absent, attn.sink, step.how))
+    o = Bounded(torch.cat([p.value for p in parts]), torch.cat([p.bound for p in parts]))
+    return {op: Expectation(Dense(o, "bf16", "thd"), step.places), **_untouched(stored)}
+
+
+def _visible_rows(step: Step, b: int, where: slice) -> tuple[Tensor, Tensor]:
+    """Rows [t, n, d] of each token of sequence b: window, then compressed rows; and which are not there [t, n]."""
+    attn, positions = step.block.attn, step.batch.positions[where]
+    first, raw = step.raw_rows()[b]
+    at = positions[:, None] - torch.arange(attn.sliding_window - 1, -1, -1)  # [t, w] positions, oldest first
+    rows, absent = raw[(at - first).clamp_min(0)], at < 0
+    compressed = step.after[b].compressor
+    if compressed is None or attn.compressor is None or not len(compressed.rows):
+        return rows, absent
+    if step.kind == "csa":
+        chosen = torch.from_numpy(candidates.picks(step))[where]
+        hidden = chosen < 0
+    else:
+        chosen = torch.arange(len(compressed.rows)).expand(len(positions), -1)
+        hidden = chosen >= ((positions + 1) // attn.compressor.ratio)[:, None]
+    rows = torch.cat([rows, compressed.rows[chosen.clamp_min(0)]], 1)
+    return rows, torch.cat([absent, hidden], 1)
