@@ -94,15 +94,15 @@ class ProceduralStore:
 
         key = _key(self._seed, name)
         if info.dtype == "I64":
-            ids = np.empty((stop - start, *info.shape[1:]), dtype=np.int64)
-            drawing.fill_distinct(key, start, self._config.n_routed_experts, ids)
-            return torch.from_numpy(ids)
+            ids = torch.empty(stop - start, *info.shape[1:], dtype=torch.int64)
+            drawing.fill_distinct(key, start, self._config.n_routed_experts, ids.numpy())
+            return ids
         if info.dtype == "F8_E8M0":
-            scale = np.empty((stop - start, *info.shape[1:]), dtype=np.uint8)
+            scale = torch.empty(stop - start, *info.shape[1:], dtype=torch.uint8)
             weight = self._parameters[name.removesuffix("scale") + "weight"]
             base = 127 + _exponent(laws.law(self._config, weight).std, weight.dtype)
-            drawing.fill_scales(key, start, base, _SCALE_STEPS, scale)
-            return torch.from_numpy(scale).view(torch.float8_e8m0fnu)
+            drawing.fill_scales(key, start, base, _SCALE_STEPS, scale.numpy())
+            return scale.view(torch.float8_e8m0fnu)
         values = _draw_values(laws.law(self._config, self._parameters[name]), info, key, start, stop)
         if name.endswith("_base"):
             values += torch.tensor(laws.hc_base_mean(self._config, info.shape[0]))[start:stop]
