@@ -1,0 +1,76 @@
+"""Every kernel compiles for four GPUs without spills and with its matrix instructions. Compiled, not run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from optimized.kernels import aot
+from optimized.kernels.launch import INTERPRETER
+
+pytestmark = pytest.mark.aot
+
+KERNELS = ["quantize", "gemm_fp8", "compress_hca", "compress_csa", "state_write", "attend", "combine"]
+EMULATED = ("gemm_fp8", "gfx942")  # no OCP E4M3 in hardware: held to compiling and to its limits, not to instructions
+
+PLANTED = """
+import json
+from dataclasses import asdict
+from optimized.kernels import aot
+cases = aot.cases()
+gemm, attend = cases["gemm_fp8"], cases["attend"]
+low = aot.Case(gemm.kernel, gemm.types, {**gemm.constants, "ROWS": 16}, gemm.aligned)
+wide = aot.Case(attend.kernel, attend.types, {**attend.constants, "HEADS": 64, "ROWS": 64}, attend.aligned)
+short = aot.Case(gemm.kernel, gemm.types, {**gemm.constants, "COLS": 100}, gemm.aligned)
+found = [aot.compile_case("gemm_fp8", low, "sm_90"), aot.compile_case("attend", wide, "sm_90")]
+print(json.dumps([asdict(r) for r in [*found, aot.compile_case("gemm_fp8", short, "sm_90")]]))
+"""
+
+
+@pytest.fixture(scope="module")
+def reports() -> dict[tuple[str, str], aot.Report]:
+    return {(r.kernel, r.target): r for r in aot.compile_all()}
+
+
+@pytest.mark.parametrize("target", aot.TARGETS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_kernel_compiles_clean(reports, kernel, target):
+    report = reports[kernel, target]
+    assert aot.faults(report) == []
+    assert report.registers > 0 and report.code > 1000
+
+
+def test_nothing_else_was_compiled(reports):
+    assert sorted(reports) == sorted((k, t) for k in KERNELS for t in aot.TARGETS)
+
+
+def test_fp8_on_gfx942_is_emulated_in_half_precision(reports):
+    """What the compiler makes of E4M3 there; the day this fails, the target has gained it or lost more."""
+    assert EMULATED not in aot.REQUIRED
+    assert all(name.endswith("f16") for name in reports[EMULATED].matrix)
+
+
+def test_planted_faults_are_seen():
+    """16-row tiles lose QGMMA, 64 x 64 attention tiles spill, a tile that is no power of two does not compile."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, "-c", PLANTED], env=environment, capture_output=True, text=True, check=True)
+    low, wide, short = (aot.Report(**fields) for fields in json.loads(done.stdout))
+    assert "GMMA" in aot.faults(low)[0]
+    assert any("spills" in fault for fault in aot.faults(wide))
+    assert short.error
+    assert aot.faults(replace(low, target="gfx942", shared=65537))[0].startswith("takes 65537")
+
+
+def test_an_unknown_kernel_is_an_error():
+    with pytest.raises(RuntimeError, match="KeyError"):
+        aot.compile_all(["no_such_kernel"])
+
+
+def test_tests_run_in_the_interpreter():
+    """Without a GPU this process interprets: what compiled above is not what the other tests executed."""
+    assert (os.environ.get("TRITON_INTERPRET") == "1") == INTERPRETER
