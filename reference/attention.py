@@ -19,6 +19,7 @@ from .rounding import Sites
 from .state import Batch, CompressorState, LayerState
 
 QUERY_BLOCK = 512  # tokens whose queries and outputs are held at a time
+QUERY_STEP = 64  # tokens that share one stretch of window rows: longer stretches waste products, shorter ones calls
 CORE_ELEMENTS = 1 << 24  # scores, and gathered row elements, held at a time
 
 
@@ -30,15 +31,16 @@ def sink_attention(q: Tensor, shared: Tensor, hidden: Tensor, picked: Tensor, ab
     [t, n, d] rows of each query's own with absent [t, n]; sink [h]. -> [t, h, d]. Every query sees at least one row.
     The maximum runs over real rows only, which is where the official kernel puts it.
     """
-    shared_scores = torch.einsum("thd,kd->thk", q, shared).masked_fill_(hidden[:, None], -torch.inf)
-    picked_scores = torch.einsum("thd,tnd->thn", q, picked).masked_fill_(absent[:, None], -torch.inf)
-    scores = torch.cat([shared_scores, picked_scores], dim=-1) * q.shape[-1] ** -0.5  # [t, h, k+n]
-    largest = scores.amax(-1, keepdim=True)
-    p = torch.exp(scores - largest)
+    scale, n = q.shape[-1] ** -0.5, len(shared)
+    scores = q.new_empty(*q.shape[:2], n + picked.shape[1])  # [t, h, k+n]
+    scores[..., :n] = torch.einsum("thd,kd->thk", q, shared).masked_fill_(hidden[:, None], -torch.inf)
+    scores[..., n:] = torch.einsum("thd,tnd->thn", q, picked).masked_fill_(absent[:, None], -torch.inf)
+    largest = scores.mul_(scale).amax(-1, keepdim=True)
+    p = scores.sub_(largest).exp_()
     denominator = p.sum(-1, keepdim=True) + torch.exp(sink[:, None] - largest)  # the sink is not scaled
-    p_shared, p_picked = sites("p", p).split([len(shared), picked.shape[1]], dim=-1)
-    out = torch.einsum("thk,kd->thd", p_shared, shared) + torch.einsum("thn,tnd->thd", p_picked, picked)
-    return out / denominator
+    p = sites("p", p)
+    out = torch.einsum("thk,kd->thd", p[..., :n], shared) + torch.einsum("thn,tnd->thd", p[..., n:], picked)
+    return out.div_(denominator)
 
 
 @dataclass(frozen=True)
@@ -126,11 +128,9 @@ class Attention:
     def core(self, q: Tensor, positions: Tensor, rows: Rows, picks: Tensor | None, sites: Sites) -> Tensor:
         """Queries [t, h, d] of one sequence at consecutive positions [t] -> [t, h, d], a few at a time."""
         _, h, d = q.shape
-        if picks is None:
-            elements = h * (2 * self.sliding_window + (0 if rows.compressed is None else len(rows.compressed)))
-        else:
-            elements = max(h * (2 * self.sliding_window + picks.shape[1]), picks.shape[1] * d)
-        step = max(1, min(self.sliding_window, CORE_ELEMENTS // elements))
+        compressed = 0 if rows.compressed is None else len(rows.compressed) if picks is None else picks.shape[1]
+        elements = max(h * (self.sliding_window + QUERY_STEP + compressed), 0 if picks is None else compressed * d)
+        step = max(1, min(QUERY_STEP, CORE_ELEMENTS // elements))
         out = []
         for i in range(0, len(q), step):
             few = slice(i, i + step)

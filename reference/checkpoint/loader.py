@@ -53,6 +53,7 @@ class Loader:
         self._experts: OrderedDict[str, tuple[Expert, int]] = OrderedDict()
         self._blocks: dict[str, Block] = {}
         self.head = lru_cache(self._head)
+        self.embedding = lru_cache(lambda: self.tensor("embed.weight"))
 
     def tensor(self, name: str) -> Tensor:
         """A small tensor (norm, sink, bias, mix) in the dtype of the run."""
@@ -67,7 +68,9 @@ class Loader:
         return linear.keep(self.dtype) if self.resident else linear
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Embedding rows [t, D] of token ids [t]; only these rows are read."""
+        """Embedding rows [t, D] of token ids [t]; of a streamed model only these rows are read."""
+        if self.resident:
+            return self.embedding()[ids]
         rows, place = ids.unique(return_inverse=True)
         table = torch.cat([self.store.get("embed.weight", i, i + 1) for i in rows.tolist()])
         return table[place].to(self.dtype)

@@ -1,0 +1,142 @@
+"""Speed and memory of the reference beside transformers: same weights, same tokens, alternating processes.
+
+Run as a module it is one measurement in a process of its own, so that peak memory belongs to one engine alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ENGINES = ("reference", "transformers")
+WARM_UP = 8  # tokens run before the clock starts: thread pools, compiled loops, weights
+
+
+@dataclass(frozen=True)
+class Job:
+    """What both engines do: one prefill, then single tokens, in float32."""
+
+    model: str
+    prefill: int
+    decode: int
+    threads: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One process: seconds of the prefill and of all decode steps, and VmHWM in bytes."""
+
+    prefill_s: float
+    decode_s: float
+    peak_rss: int
+    loaded_rss: int
+
+
+def measure(engine: str, job: Job) -> Measured:
+    """Run one engine in a new process. Raises RuntimeError with the process's last words if it fails."""
+    command = [sys.executable, "-m", "parity.bench", engine, job.model, str(job.prefill), str(job.decode), str(job.threads)]
+    child = subprocess.run(command, capture_output=True, text=True)
+    if child.returncode:
+        raise RuntimeError(f"{engine}: {(child.stderr.strip().splitlines() or ['died without a word'])[-1]}")
+    return Measured(**json.loads(child.stdout.splitlines()[-1]))
+
+
+def ratios(ours: list[Measured], theirs: list[Measured]) -> dict[str, float]:
+    """Medians against medians: above 1 the reference is faster, below 1 it needs less memory."""
+
+    def mid(runs: list[Measured], field: str) -> float:
+        return median(getattr(run, field) for run in runs)
+
+    return {
+        "prefill speed": mid(theirs, "prefill_s") / mid(ours, "prefill_s"),
+        "decode speed": mid(theirs, "decode_s") / mid(ours, "decode_s"),
+        "peak memory": mid(ours, "peak_rss") / mid(theirs, "peak_rss"),
+    }
+
+
+def reference_engine(model: str) -> Callable[[Tensor], Callable[[Tensor], None]]:
+    from reference.checkpoint.open import open_store
+    from reference.model import Model
+    from reference.state import SequenceState
+
+    engine = Model(open_store(model))
+
+    def start(prompt: Tensor) -> Callable[[Tensor], None]:
+        state = SequenceState()
+
+        def step(tokens: Tensor) -> None:
+            engine.logits(engine.forward([tokens], [state]))
+
+        step(prompt)
+        return step
+
+    return start
+
+
+def transformers_engine(model: str) -> Callable[[Tensor], Callable[[Tensor], None]]:
+    import torch
+
+    from reference.checkpoint.open import open_store
+    from reference.presets import CONFIG_JSON
+
+    from .adapters import hf
+
+    store, directory = open_store(model), Path(model)
+    name = model.removeprefix("procedural:").split("@")[0]
+    fields = json.loads((directory / "config.json").read_text()) if directory.is_dir() else CONFIG_JSON[name]
+    engine = hf.build(store, fields, torch.float32)
+
+    def start(prompt: Tensor) -> Callable[[Tensor], None]:
+        cache = engine(prompt[None], use_cache=True).past_key_values
+
+        def step(tokens: Tensor) -> None:
+            engine(tokens[None], past_key_values=cache, use_cache=True)
+
+        return step
+
+    return start
+
+
+def one_process(engine: str, job: Job) -> Measured:
+    """Load, warm up, measure; in this very process."""
+    import torch
+
+    from .options import peak_rss
+
+    torch.set_num_threads(job.threads)
+    start = {"reference": reference_engine, "transformers": transformers_engine}[engine](job.model)
+    vocab = 128  # ids every model has
+    ids = torch.randint(vocab, (job.prefill + job.decode,), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        start(ids[:WARM_UP])(ids[WARM_UP : WARM_UP + 1])
+        loaded, began = peak_rss(), time.perf_counter()
+        step = start(ids[: job.prefill])
+        middle = time.perf_counter()
+        for token in ids[job.prefill :].split(1):
+            step(token)
+        return Measured(middle - began, time.perf_counter() - middle, peak_rss(), loaded)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m parity.bench")
+    parser.add_argument("engine", choices=ENGINES)
+    parser.add_argument("model")
+    for name in ("prefill", "decode", "threads"):
+        parser.add_argument(name, type=int)
+    fields: dict[str, Any] = vars(parser.parse_args())
+    print(json.dumps(vars(one_process(fields.pop("engine"), Job(**fields)))))
+
+
+if __name__ == "__main__":
+    main()
