@@ -112,12 +112,15 @@ def _read_index(path: Path) -> dict[str, Any]:
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise BadInput(f"{path}: no weight_map from tensor names to file names")
+    unprintable = [name for name in weight_map if not name.isprintable()]
+    if unprintable:
+        raise BadInput(f"{path}: tensor name {unprintable[0]!r}")
     return index
 
 
 def _check_inside(path: Path, file: str) -> None:
     """A shard is a plain file of the directory, or a link into the `blobs` of a hub cache (beside `snapshots/REV`)."""
-    if not file or file in (".", "..") or any(c in file for c in "/\\\0"):
+    if not file.isprintable() or file in ("", ".", "..") or "/" in file or "\\" in file:
         raise BadInput(f"{path / INDEX}: {file!r} is not a plain file name")
     home = path.resolve()
     if (home / file).resolve().parent not in (home, home.parent.parent / "blobs"):
@@ -135,9 +138,10 @@ def _check_index(path: Path, index: dict[str, Any], tensors: Mapping[str, Tensor
     if unnamed:
         name = min(unnamed)
         raise BadInput(f"{path}: does not name {name}, which is in {tensors[name].shard} ({len(unnamed)} such tensors)")
-    total, payload = (index.get("metadata") or {}).get("total_size"), sum(info.nbytes for info in tensors.values())
-    if total is not None and total != payload:
-        raise BadInput(f"{path}: total_size is {total}, but the tensors have {payload} bytes")
+    metadata, payload = index.get("metadata"), sum(info.nbytes for info in tensors.values())
+    total = metadata.get("total_size", payload) if isinstance(metadata, dict) else payload
+    if total != payload:
+        raise BadInput(f"{path}: total_size is {total!r}, but the tensors have {payload} bytes")
 
 
 def _digest(path: Path, headers: Mapping[str, Header]) -> str:

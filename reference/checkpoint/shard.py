@@ -84,6 +84,9 @@ def _parse(path: Path, text: bytes) -> dict[str, Any]:
         raise BadInput(f"{path}: header at offset 8: {error}") from None
     if not isinstance(fields, dict):
         raise BadInput(f"{path}: header at offset 8 is not a JSON object")
+    unprintable = [name for name in fields if not name.isprintable()]
+    if unprintable:
+        raise BadInput(f"{path}: tensor name {unprintable[0]!r}")
     fields.pop("__metadata__", None)
     return fields
 
@@ -93,7 +96,7 @@ def _entry(path: Path, name: str, value: Any, payload: int) -> Entry:
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
         raise BadInput(f"{where}: header entry must have dtype, shape and data_offsets")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-    if dtype not in DTYPE_OF_TAG:
+    if not isinstance(dtype, str) or dtype not in DTYPE_OF_TAG:
         raise BadInput(f"{where}: storage {dtype!r}; DeepSeek-V4 uses {', '.join(DTYPE_OF_TAG)}")
     if not (_naturals(shape) and _naturals(offsets) and len(offsets) == 2):
         raise BadInput(f"{where}: shape {shape} and data_offsets {offsets} must be lists of integers from 0")

@@ -1,0 +1,415 @@
+"""Directories: what they give, what storages they may have, and every kind of damage they are refused for."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import struct
+from pathlib import Path
+
+import checkpoint_files as files
+import pytest
+import torch
+from checkpoint_files import FP4, FP8, HASH, LAYER_0, LAYER_1
+
+from reference.checkpoint.dequantize import dequantize
+from reference.checkpoint.directory import INDEX, DirectoryStore
+from reference.checkpoint.manifest import manifest
+from reference.checkpoint.open import open_store
+from reference.checkpoint.procedural import ProceduralStore
+from reference.checkpoint.shard import MAX_HEADER
+from reference.checkpoint.values import verify
+from reference.config import Config
+from reference.errors import BadInput
+from reference.presets import CONFIG_JSON
+
+EMBED = "model-00001-of-00006.safetensors"
+NAN_BF16 = struct.pack("<H", 0x7FC0)
+INF_F32 = struct.pack("<f", math.inf)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    path = tmp_path_factory.mktemp("checkpoint") / "tiny"
+    files.write_tiny(path)
+    return path
+
+
+@pytest.fixture
+def copy(tiny, tmp_path):
+    """A copy of the tiny checkpoint that a test may damage."""
+    return shutil.copytree(tiny, tmp_path / "copy")
+
+
+def verify_all(path):
+    store = DirectoryStore(path)
+    verify(store, store.tensors, str(path))
+
+
+def bits(tensor):
+    return tensor.contiguous().view(torch.uint8)
+
+
+class TestReading:
+    def test_every_tensor_comes_back_bit_for_bit(self, tiny):
+        source, store = ProceduralStore(Config.from_dict(files.TINY_JSON)), DirectoryStore(tiny)
+        assert store.tensors == source.tensors
+        for name in store.tensors:
+            assert torch.equal(bits(store.get(name)), bits(source.get(name))), name
+        assert store.bytes_read == source.bytes_read == sum(info.nbytes for info in store.tensors.values())
+
+    def test_rows_are_views_of_the_file(self, tiny):
+        store = DirectoryStore(tiny)
+        whole, rows = store.get("embed.weight"), store.get("embed.weight", 3, 7)
+        assert torch.equal(bits(rows), bits(whole[3:7]))
+        assert rows.data_ptr() == whole.data_ptr() + 3 * 160 * 2
+
+    def test_writing_to_a_view_leaves_the_file_alone(self, copy):
+        before = (copy / EMBED).read_bytes()
+        DirectoryStore(copy).get("embed.weight").zero_()
+        assert (copy / EMBED).read_bytes() == before
+
+    def test_views_survive_the_store(self, tiny):
+        store = DirectoryStore(tiny)
+        views = [store.get(name) for name in store.tensors]
+        total = sum(int(bits(v).sum()) for v in views)
+        del store
+        assert sum(int(bits(v).sum()) for v in views) == total
+
+    def test_identity_names_the_files(self, tiny, copy):
+        assert DirectoryStore(tiny).identity.startswith("tiny#")
+        plain = DirectoryStore(copy).identity
+        files.edit_json(copy / "config.json", lambda c: c.update(swiglu_limit=2.0))
+        assert DirectoryStore(copy).identity != plain
+
+    def test_open_store_takes_a_path(self, tiny):
+        assert open_store(str(tiny)).tensors.keys() == manifest(Config.from_dict(files.TINY_JSON)).keys()
+
+    @pytest.mark.parametrize("release", ["v4-pro-0813", "v4-flash-0731"])
+    def test_dspark_directory_loads(self, release, tmp_path):
+        """A small model with the block drafter: three mtp blocks although num_nextn_predict_layers says 1."""
+        small = {k: v for k, v in files.TINY_JSON.items() if k != "compress_ratios"}
+        drafter = {k: v for k, v in CONFIG_JSON[release].items() if k.startswith("dspark")}
+        fields = {**small, **drafter, "compress_ratios": [0, 4, 128, 0, 0, 0], "dspark_target_layer_ids": [0, 1, 2]}
+        from reference.checkpoint.writer import write_checkpoint
+
+        write_checkpoint(ProceduralStore(Config.from_dict(fields)), fields, tmp_path / "d", lambda number, file: None)
+        store = DirectoryStore(tmp_path / "d")
+        verify(store, store.tensors, "d")
+        assert store.get("mtp.0.main_proj.weight").shape == (160, 480)
+        assert len({name.split(".")[1] for name in store.tensors if name.startswith("mtp.")}) == 3
+
+
+class TestStorages:
+    """How a weight is stored is read from its header, never from a flag."""
+
+    def test_one_file_needs_no_index(self, copy):
+        tensors = {}
+        for path in sorted(copy.glob("*.safetensors")):
+            tensors |= files.tensors_of(path)
+            path.unlink()
+        (copy / INDEX).unlink()
+        files.write_tensors(copy / "model.safetensors", tensors)
+        verify_all(copy)
+
+    @pytest.mark.parametrize("metadata", [None, [], {}, 3])
+    def test_index_metadata_may_say_nothing(self, copy, metadata):
+        files.edit_json(copy / INDEX, lambda fields: fields.update(metadata=metadata))
+        verify_all(copy)
+
+    def test_odd_header_length_is_read(self, copy):
+        """No padding: tensors lie at addresses that no dtype is aligned to."""
+        want = bits(DirectoryStore(copy).get("layers.0.hc_attn_fn")).clone()
+        data = (copy / LAYER_0).read_bytes()
+        length = int.from_bytes(data[:8], "little")
+        text = data[8 : 8 + length].rstrip()
+        files.write_raw(copy / LAYER_0, text + b" " * (1 - len(text) % 2), data[8 + length :])
+        assert torch.equal(bits(DirectoryStore(copy).get("layers.0.hc_attn_fn")), want)
+
+    @pytest.mark.parametrize("name", [FP8, FP4, "layers.1.attn.wo_a"])
+    def test_bf16_needs_no_scale(self, copy, name):
+        store = DirectoryStore(copy)
+        dense = dequantize(store.get(f"{name}.weight"), store.get(f"{name}.scale")).bfloat16()
+
+        def change(tensors):
+            del tensors[f"{name}.scale"]
+            tensors[f"{name}.weight"] = ("BF16", list(dense.shape), bits(dense).numpy().tobytes())
+
+        files.edit_tensors(copy, LAYER_1, change)
+        assert torch.equal(DirectoryStore(copy).get(f"{name}.weight"), dense)
+
+    def test_experts_may_be_fp8(self, copy):
+        def change(tensors):
+            tensors[f"{FP4}.weight"] = ("F8_E4M3", [96, 160], b"\x38" * 96 * 160)
+            tensors[f"{FP4}.scale"] = ("F8_E8M0", [1, 2], b"\x7f\x80")
+
+        files.edit_tensors(copy, LAYER_1, change)
+        store = DirectoryStore(copy)
+        assert dequantize(store.get(f"{FP4}.weight"), store.get(f"{FP4}.scale"))[95, 127:129].tolist() == [1, 2]
+
+    def test_scales_may_be_f32_and_compressor_values_fp8(self, copy):
+        wkv = "layers.1.attn.compressor.wkv"
+
+        def change(tensors):
+            shape = tensors[f"{wkv}.weight"][1]
+            tensors[f"{wkv}.weight"] = ("F8_E4M3", shape, b"\x38" * math.prod(shape))
+            tensors[f"{wkv}.scale"] = ("F32", [2, 2], struct.pack("<4f", 1, 2, 4, 8))
+
+        files.edit_tensors(copy, LAYER_1, change)
+        verify_all(copy)
+
+    def test_links_into_a_hub_cache_are_followed(self, tiny, tmp_path):
+        """snapshots/REV/file -> ../../blobs/HASH is how a download cache stores files."""
+        snapshot, blobs = tmp_path / "snapshots" / "rev", tmp_path / "blobs"
+        snapshot.mkdir(parents=True)
+        blobs.mkdir()
+        for path in tiny.iterdir():
+            shutil.copyfile(path, blobs / f"sha-{path.name}")
+            (snapshot / path.name).symlink_to(f"../../blobs/sha-{path.name}")
+        verify_all(snapshot)
+
+
+def header(name, change):
+    def damage(directory):
+        files.edit_header(directory / LAYER_1, lambda h: change(h[name] if name else h))
+
+    return damage
+
+
+def index(change):
+    return lambda directory: files.edit_json(directory / INDEX, lambda fields: change(fields["weight_map"]))
+
+
+def index_to(file):
+    return index(lambda weight_map: weight_map.update({f"{FP8}.weight": file}))
+
+
+def config(**fields):
+    return lambda directory: files.edit_json(directory / "config.json", lambda c: c.update(fields))
+
+
+def tensors(change, file=LAYER_1):
+    return lambda directory: files.edit_tensors(directory, file, change)
+
+
+def resize(by):
+    def damage(directory):
+        path = directory / LAYER_1
+        os.truncate(path, path.stat().st_size + by)
+
+    return damage
+
+
+def raw(length, text=b"", keep=True):
+    def damage(directory):
+        data = (directory / LAYER_1).read_bytes() if keep else b""
+        (directory / LAYER_1).write_bytes(length.to_bytes(8, "little") + text + data[8 + len(text) :])
+
+    return damage
+
+
+def huge_header(directory):
+    with (directory / LAYER_1).open("wb") as file:
+        file.write((MAX_HEADER + 1).to_bytes(8, "little"))
+        file.truncate(MAX_HEADER + 100)  # sparse
+
+
+def twice_in_header(directory):
+    data = (directory / LAYER_1).read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    text = data[8 : 8 + length].rstrip()
+    entry = json.dumps(json.loads(text)[f"{FP8}.weight"]).encode()
+    files.write_raw(directory / LAYER_1, text[:-1] + f', "{FP8}.weight": '.encode() + entry + b"}", data[8 + length :])
+
+
+def linked_out(directory):
+    outside = directory.parent / "outside.safetensors"
+    (directory / LAYER_1).rename(outside)
+    (directory / LAYER_1).symlink_to(outside)
+
+
+def move(name, source, target):
+    """A tensor in two shards, the index naming one of them."""
+
+    def damage(directory):
+        held = files.tensors_of(directory / source)[name]
+        files.edit_tensors(directory, target, lambda t: t.update({name: held}))
+
+    return damage
+
+
+STRUCTURE = {
+    "truncated": (resize(-1), rf"{LAYER_1}: truncated: \d+ bytes"),
+    "oversized": (resize(+1), rf"{LAYER_1}: oversized: \d+ bytes"),
+    "empty file": (raw(0, keep=False), rf"{LAYER_1}: header at offset 8"),
+    "header longer than the file": (raw(1 << 40), rf"{LAYER_1}: truncated"),
+    "header over the limit": (huge_header, r"header of 100000001 bytes at offset 0"),
+    "header no JSON": (raw(8, b"[1, 2, 3"), rf"{LAYER_1}: header at offset 8"),
+    "header no object": (raw(8, b"[1,2,3] "), rf"{LAYER_1}: header at offset 8 is not a JSON object"),
+    "header deeply nested": (raw(99_999, b"[" * 99_999), rf"{LAYER_1}: header at offset 8"),
+    "header no UTF-8": (raw(8, b'{"\xff": 0'), rf"{LAYER_1}: header at offset 8"),
+    "tensor twice in a header": (twice_in_header, rf"'{FP8}.weight' appears twice"),
+    "entry no object": (header("", lambda h: h.update({f"{FP8}.weight": 3})), rf"{FP8}.weight: header entry"),
+    "entry without dtype": (header(f"{FP8}.weight", lambda e: e.pop("dtype")), rf"{FP8}.weight: header entry"),
+    "unknown storage": (header(f"{FP8}.weight", lambda e: e.update(dtype="F16")), rf"{FP8}.weight: storage 'F16'"),
+    "storage a list": (header(f"{FP8}.weight", lambda e: e.update(dtype=["I8"])), rf"{FP8}.weight: storage \['I8'\]"),
+    "negative size": (header(f"{FP8}.weight", lambda e: e.update(shape=[-256, -96])), rf"{FP8}.weight: shape"),
+    "size true": (header(f"{FP8}.weight", lambda e: e.update(shape=[True, 96])), rf"{FP8}.weight: shape"),
+    "size over 64 bits": (header(f"{FP8}.weight", lambda e: e.update(shape=[2**70, 96])), rf"{FP8}.weight: F8_E4M3"),
+    "lying size": (header(f"{FP8}.weight", lambda e: e.update(shape=[256, 95])), rf"{FP8}.weight: F8_E4M3 .* bytes"),
+    "gap": (header("", lambda h: shift(h, 8)), rf"{LAYER_1}: .* begins at offset"),
+    "overlap": (header("", lambda h: alias(h)), rf"{LAYER_1}: .* begins at offset"),
+    "name of two lines": (header("", lambda h: h.update({"a\nb": 1})), r"tensor name 'a\\nb'"),
+    "index with a name of two lines": (index(lambda m: m.update({"a\nb": LAYER_1})), r"tensor name 'a\\nb'"),
+    "index to an absolute path": (index_to("/etc/passwd"), "'/etc/passwd' is not a plain file name"),
+    "index to a parent": (index_to("../x.safetensors"), r"'\.\./x.safetensors' is not a plain file name"),
+    "index to the directory": (index_to(".."), r"'\.\.' is not a plain file name"),
+    "index with a NUL": (index_to("a\0b"), r"'a\\x00b' is not a plain file name"),
+    "index to no name": (index_to(""), "'' is not a plain file name"),
+    "link out of the directory": (linked_out, rf"{LAYER_1} is a link that leads outside"),
+    "index to a missing file": (index_to("no.safetensors"), "no.safetensors: no such file"),
+    "index to the wrong shard": (index_to(LAYER_0), rf"{FP8}.weight is in {LAYER_1}, not in {LAYER_0}"),
+    "index with an entry too many": (index(lambda m: m.update({"stale.scale": LAYER_0})), rf"stale.scale is not in {LAYER_0}"),
+    "index without an entry": (index(lambda m: m.pop(FP8 + ".weight")), rf"does not name {FP8}.weight"),
+    "index no map": (lambda d: (d / INDEX).write_text('{"weight_map": [1]}'), f"{INDEX}: no weight_map"),
+    "index no JSON": (lambda d: (d / INDEX).write_text("{"), f"{INDEX}: not readable as JSON"),
+    "index with a wrong total": (
+        lambda d: files.edit_json(d / INDEX, lambda f: f["metadata"].update(total_size=5)),
+        "total_size is 5",
+    ),
+    "no weights": (lambda d: (d / INDEX).unlink(), "neither"),
+    "tensor in two shards": (move(f"{FP8}.weight", LAYER_1, LAYER_0), rf"{FP8}.weight is in both {LAYER_0} and {LAYER_1}"),
+    "missing tensor": (tensors(lambda t: t.pop(f"{FP8}.weight")), rf"missing tensors: {FP8}.weight"),
+    "fp8 without scale": (tensors(lambda t: t.pop(f"{FP8}.scale")), rf"1 missing tensors: {FP8}.scale"),
+    "fp4 without scale": (tensors(lambda t: t.pop(f"{FP4}.scale")), rf"1 missing tensors: {FP4}.scale"),
+    "unexpected tensor": (tensors(lambda t: t.update(extra=("F32", [1], b"\0" * 4))), "1 unexpected tensors: extra"),
+    "many unexpected tensors": (
+        tensors(lambda t: t.update({f"x{i}": ("F32", [1], b"\0" * 4) for i in range(9)})),
+        "9 unexpected tensors: x0, x1, x2, x3, x4 and 4 more",
+    ),
+    "engram": (tensors(lambda t: t.update({"layers.1.engram.w": ("F32", [1], b"\0" * 4)})), "belongs to DeepSeek-V4.1"),
+    "wrong dtype": (
+        tensors(lambda t: t.update({"layers.1.attn.q_norm.weight": ("I8", [96], b"\1" * 96)})),
+        "layers.1.attn.q_norm.weight is stored as I8",
+    ),
+    "attention in fp4": (
+        tensors(lambda t: t.update({f"{FP8}.weight": ("I8", [256, 48], b"\1" * 256 * 48)})),
+        rf"{FP8}.weight is stored as I8",
+    ),
+    "scale of another dtype": (
+        tensors(lambda t: t.update({f"{FP8}.scale": ("BF16", [2, 1], b"\0" * 4)})),
+        rf"{FP8}.scale is stored as BF16",
+    ),
+    "wrong shape": (
+        tensors(lambda t: t.update({f"{FP8}.weight": ("F8_E4M3", [96, 256], b"\1" * 96 * 256)})),
+        rf"{LAYER_1}: {FP8}.weight has shape \[96, 256\], expected \[256, 96\]",
+    ),
+    "wrong scale shape": (
+        tensors(lambda t: t.update({f"{FP8}.scale": ("F8_E8M0", [1, 2], b"\1\1")})),
+        rf"{FP8}.scale has shape \[1, 2\]",
+    ),
+    "no config": (lambda d: (d / "config.json").unlink(), "config.json: no such file"),
+    "config no JSON": (lambda d: (d / "config.json").write_text("{"), "config.json: not readable as JSON"),
+    "config of V4.1": (config(engram_layers=[1]), r"DeepSeek-V4\.1"),
+    "config of V4.1 by ratios": (config(compress_ratios=[0, 1, 2, 0]), r"DeepSeek-V4\.1"),
+    "config of V3": (config(model_type="deepseek_v3"), "DeepSeek-V3"),
+    "unknown kind of layer": (config(compress_ratios=[0, 4, 64, 0]), r"unknown compress ratios \[64\]"),
+    "too few kinds": (config(compress_ratios=[0, 4]), "2 compress_ratios for 3 layers"),
+    "config of another width": (config(hidden_size=128), r"has shape .* expected"),
+    "config with more layers": (config(num_hidden_layers=4, compress_ratios=[0, 4, 128, 0, 0]), "missing tensors"),
+}
+
+
+def shift(entries, by):
+    """Every tensor but the first moves back, which leaves a gap after the first."""
+    for name in sorted(entries, key=lambda n: entries[n]["data_offsets"])[1:]:
+        entries[name]["data_offsets"] = [n + by for n in entries[name]["data_offsets"]]
+
+
+def alias(entries):
+    """Two experts share their bytes."""
+    entries[f"{FP4}.weight"]["data_offsets"] = entries["layers.1.ffn.experts.11.w1.weight"]["data_offsets"]
+
+
+@pytest.mark.parametrize("damage", STRUCTURE)
+def test_damage_that_headers_show_is_found_on_opening(damage, copy):
+    apply, message = STRUCTURE[damage]
+    apply(copy)
+    with pytest.raises(BadInput, match=message) as caught:
+        DirectoryStore(copy)
+    assert "\n" not in str(caught.value)
+
+
+VALUES = {
+    "scale byte 255": (LAYER_1, f"{FP8}.scale", 1, b"\xff", "scale byte 255 .* at element 1"),
+    "scale byte 255 of an expert": (LAYER_1, f"{FP4}.scale", 7, b"\xff", "scale byte 255 .* at element 7"),
+    "NaN weight": (LAYER_1, f"{FP8}.weight", 12_345, b"\x7f", "E4M3 code of no number at element 12345"),
+    "negative NaN weight": (LAYER_1, f"{FP8}.weight", 3, b"\xff", "E4M3 code of no number at element 3"),
+    "NaN in BF16": (LAYER_1, "layers.1.attn_norm.weight", 8, NAN_BF16, "not finite at element 4"),
+    "infinity in F32": (LAYER_1, "layers.1.hc_attn_fn", 400, INF_F32, "not finite at element 100"),
+    "expert too large": (LAYER_0, HASH, 80, (12).to_bytes(8, "little"), r"expert outside 0\.\.11 at element 10"),
+    "expert negative": (LAYER_0, HASH, 0, b"\xff" * 8, r"expert outside 0\.\.11 at element 0"),
+}
+
+
+@pytest.mark.parametrize("damage", VALUES)
+def test_damage_in_values_is_found_by_verify(damage, copy):
+    file, name, offset, new, message = VALUES[damage]
+    files.poke(copy / file, name, offset, new)
+    with pytest.raises(BadInput, match=f"{name}: .*{message}"):
+        verify_all(copy)
+
+
+@pytest.mark.parametrize("damage", [d for d in VALUES if "scale" in d or "expert" in d])
+def test_scales_and_hash_tables_are_checked_whenever_they_are_read(damage, copy):
+    file, name, offset, new, message = VALUES[damage]
+    files.poke(copy / file, name, offset, new)
+    store = DirectoryStore(copy)
+    with pytest.raises(BadInput, match=f"{file}: {name}: {message}"):
+        store.get(name)
+
+
+def test_an_expert_twice_in_a_row(copy):
+    row = files.tensors_of(copy / LAYER_0)[HASH][2][5 * 24 : 6 * 24]
+    files.poke(copy / LAYER_0, HASH, 5 * 24 + 16, row[:8])
+    with pytest.raises(BadInput, match="expert twice in a row at element 17"):
+        verify_all(copy)
+    assert DirectoryStore(copy).get(HASH, 6, 9).shape == (3, 3)
+    with pytest.raises(BadInput, match="expert twice in a row at element 17"):
+        DirectoryStore(copy).get(HASH, 4, 6)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan])
+def test_an_f32_scale_must_be_positive_and_finite(copy, value):
+    files.edit_tensors(copy, LAYER_1, lambda t: t.update({f"{FP8}.scale": ("F32", [2, 1], struct.pack("<2f", 1, value))}))
+    with pytest.raises(BadInput, match="scale that is not positive and finite at element 1"):
+        DirectoryStore(copy).get(f"{FP8}.scale")
+
+
+def test_a_sound_directory_passes(tiny):
+    verify_all(tiny)
+
+
+def test_no_directory(tmp_path):
+    with pytest.raises(BadInput, match="no such directory"):
+        open_store(str(tmp_path / "absent"))
+
+
+def test_unknown_tensors_and_rows_are_refused(tiny):
+    store = DirectoryStore(tiny)
+    with pytest.raises(BadInput, match=r"no tensor layers\.9\.x"):
+        store.get("layers.9.x")
+    for start, stop in ((-1, 2), (3, 2), (0, 51)):
+        with pytest.raises(BadInput, match="50 rows"):
+            store.get("embed.weight", start, stop)
+
+
+@pytest.mark.parametrize("case", ["pro-a", "flash-b"])
+def test_the_oracle_cases_load(case):
+    """Written by other software: one with BF16 weights without scales, one quantised."""
+    path = Path(__file__).parents[2] / "shared" / "oracle" / case
+    if not path.is_dir():
+        pytest.skip("no oracle cases beside this checkout")
+    verify_all(path)
