@@ -41,6 +41,6 @@ def require(
         raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} {list(shape)}")
     step = 1
     for size, stride in zip(tensor.shape[-dense:][::-1], tensor.stride()[-dense:][::-1], strict=True):
-        if size > 1 and stride != step:
+        if tensor.numel() and size > 1 and stride != step:
             raise ValueError(f"{name} has strides {tensor.stride()}; its last {dense} dimensions must have no gaps")
         step *= size
