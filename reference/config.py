@@ -193,7 +193,11 @@ def _dspark(fields: Mapping[str, Any]) -> DSpark | None:
         values = {f.name: fields[f.name] for f in dataclasses.fields(DSpark)}
     except KeyError as error:
         raise BadInput(f"dspark_block_size is set but {error} is missing") from None
-    values["dspark_target_layer_ids"] = tuple(values["dspark_target_layer_ids"])
+    layers = values["dspark_target_layer_ids"]
+    numbers = [n for name, n in values.items() if name != "dspark_target_layer_ids"]
+    if not isinstance(layers, (list, tuple)) or any(type(n) is not int or n < 0 for n in (*layers, *numbers)):
+        raise BadInput(f"dspark settings must be integers from 0, and a list of them: {values}")
+    values["dspark_target_layer_ids"] = tuple(layers)
     return DSpark(**values)
 
 

@@ -317,6 +317,11 @@ STRUCTURE = {
     "config of V3": (config(model_type="deepseek_v3"), "DeepSeek-V3"),
     "unknown kind of layer": (config(compress_ratios=[0, 4, 64, 0]), r"unknown compress ratios \[64\]"),
     "too few kinds": (config(compress_ratios=[0, 4]), "2 compress_ratios for 3 layers"),
+    "config with absurdly many experts": (config(n_routed_experts=10**15), "cannot hold 1000000000000000 experts"),
+    "config with a broken drafter": (
+        config(dspark_block_size=5, dspark_noise_token_id=1, dspark_target_layer_ids=7, dspark_markov_rank=8),
+        "dspark settings must be integers",
+    ),
     "config of another width": (config(hidden_size=128), r"has shape .* expected"),
     "config with more layers": (config(num_hidden_layers=4, compress_ratios=[0, 4, 128, 0, 0]), "missing tensors"),
 }

@@ -28,6 +28,8 @@ def audit(where: str, config: Config, found: Mapping[str, TensorInfo]) -> None:
     engram = sorted(name for name in found if "engram" in name)
     if engram:
         raise BadInput(f"{where}: {engram[0]} belongs to DeepSeek-V4.1, a different model that is not defined here")
+    if config.n_routed_experts > len(found):  # before a list of that length is made
+        raise BadInput(f"{where}: {len(found)} tensors cannot hold {config.n_routed_experts} experts")
     expected: dict[str, TensorInfo] = {}
     for members in parameters(config).values():
         for parameter in members:
