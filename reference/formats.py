@@ -17,6 +17,8 @@ E2M1_MAX = 6.0
 E4M3_AMAX_FLOOR = 1e-4
 E2M1_AMAX_FLOOR = 6 * 2.0**-126
 
+E8M0_VALUES = torch.ldexp(torch.ones(256, dtype=torch.float64), torch.arange(256) - 127).float()
+E8M0_VALUES[255] = torch.nan
 E2M1_VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 # A magnitude on a midpoint goes to the even code: down at .25 1.25 2.5 5, up at .75 1.75 3.5. `bucketize` sends a
@@ -59,10 +61,7 @@ def e2m1_pack(code: Tensor) -> Tensor:
 
 def e8m0_decode(byte: Tensor) -> Tensor:
     """Scale bytes -> float32 powers of two, 2^(byte-127); byte 255 is NaN."""
-    bits = byte.view(torch.uint8).to(torch.int32) << 23
-    bits = torch.where(bits == 0, 1 << 22, bits)  # 2^-127 is a float32 subnormal
-    bits = torch.where(bits == 255 << 23, 0x7FC00000, bits)
-    return bits.view(torch.float32)
+    return E8M0_VALUES.to(byte.device)[byte.view(torch.uint8).int()]
 
 
 def e8m0_ceil(x: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ def dequantize(
     fp4 = weight.dtype == torch.int8
     shape = (weight.shape[0], weight.shape[1] * 2 if fp4 else weight.shape[1])
     factors = _factors(scale, shape, row0, fp4)
+    row0 = 0 if fp4 else row0 % FP8_BLOCK  # counted from the first row of the first scale
     direct = out is not None and out.dtype == torch.float32 and out.is_contiguous()
     values = out if direct and out is not None else torch.empty(shape, dtype=torch.float32, device=weight.device)
     if weight.device.type == "cpu":
@@ -44,11 +45,13 @@ def dequantize(
 
 
 def _factors(scale: Tensor, shape: tuple[int, int], row0: int, fp4: bool) -> Tensor:
-    """The scales as float32 [scale rows, scale columns]."""
-    rows, columns = (row0 + shape[0], FP4_BLOCK) if fp4 else (cdiv(row0 + shape[0], FP8_BLOCK), FP8_BLOCK)
-    if scale.dim() != 2 or scale.shape[0] < rows or scale.shape[1] != cdiv(shape[1], columns):
+    """The scales of the rows at hand as float32 [scale rows, scale columns]: the first holds row `row0`."""
+    height, width = (1, FP4_BLOCK) if fp4 else (FP8_BLOCK, FP8_BLOCK)
+    rows = cdiv(row0 + shape[0], height)
+    if scale.dim() != 2 or scale.shape[0] < rows or scale.shape[1] != cdiv(shape[1], width):
         raise BadInput(f"scale {tuple(scale.shape)} does not fit a weight of {shape} at row {row0}")
-    return scale if scale.dtype == torch.float32 else formats.e8m0_decode(scale.view(torch.uint8))
+    scale = scale[row0 // height : rows]
+    return scale if scale.dtype == torch.float32 else formats.e8m0_decode(scale)
 
 
 def _compiled(weight: Tensor, factors: Tensor, row0: int, fp4: bool, out: Tensor) -> None:
