@@ -150,6 +150,7 @@ def test_gemm_refuses_scales_of_another_block_size():
         ("bf16_rn(acc)", "acc.to(tl.uint32, bitcast=True).to(tl.uint16).to(tl.bfloat16, bitcast=True)"),
         ("bf16_rn(acc)", "bf16_rn(acc * 1.00390625)"),  # one bfloat16 ulp
         ("(d < K)[None, :]", "(d < K - 1)[None, :]"),  # last channel lost
+        ("acc += mma_fp8", "acc = bf16_rn(acc).to(tl.float32) + mma_fp8"),  # accumulates in bfloat16
     ],
 )
 def test_planted_mistakes_in_the_gemm_are_seen(tmp_path, edit):

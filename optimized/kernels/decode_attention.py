@@ -130,7 +130,7 @@ def tiles_for_heads(heads: int) -> Tiles:
     rounded = max(power_of_two(heads), 16)
     gpu = Tiles(HEADS=min(rounded, 32), ROWS=16, SPLIT=256)
     whole = min(rounded, 128)
-    return tiles_for_mode(gpu, Tiles(HEADS=whole, ROWS=256, SPLIT=256, JOIN=whole))
+    return tiles_for_mode(gpu, Tiles(HEADS=whole, ROWS=128, SPLIT=256, JOIN=whole))
 
 
 def decode_attention(

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import ceil_div, require, tiles_for_mode
+from .launch import ceil_div, power_of_two, require, tiles_for_mode
 from .numeric import bf16_up, e4m3_rn, e4m3_scale, e8m0_inverse, magnitude_bits
 
 BLOCK = 128
@@ -34,7 +34,6 @@ class Tiles:
 
 
 GPU = Tiles(ROWS=16, GROUPS=1)
-INTERPRETER = Tiles(ROWS=64, GROUPS=64)
 
 
 @triton.jit
@@ -52,11 +51,16 @@ def quantize_kernel(x, codes, scales, T, D, x_stride, ROWS: tl.constexpr, GROUPS
     tl.store(scales + t[:, None] * blocks + g[None, :], scale, mask=(t < T)[:, None] & (g < blocks)[None, :])
 
 
+def tiles_for_width(width: int) -> Tiles:
+    """Tiles of this mode for rows of this many channels."""
+    return tiles_for_mode(GPU, Tiles(ROWS=16, GROUPS=min(power_of_two(ceil_div(max(width, 1), BLOCK)), 64)))
+
+
 def quantize_activation(x: Tensor, tiles: Tiles | None = None) -> tuple[Tensor, Tensor]:
     """bfloat16 [t, d] -> E4M3 codes uint8 [t, d] and scale bytes uint8 [t, ceil(d/128)]. Raises ValueError."""
     require(x, "x", torch.bfloat16, (None, None))
-    tiles = tiles or tiles_for_mode(GPU, INTERPRETER)
     tokens, width = x.shape
+    tiles = tiles or tiles_for_width(width)
     codes = torch.empty(tokens, width, dtype=torch.uint8, device=x.device)
     scales = torch.empty(tokens, ceil_div(width, BLOCK), dtype=torch.uint8, device=x.device)
     grid = (ceil_div(tokens, tiles.ROWS), ceil_div(width, BLOCK * tiles.GROUPS))

@@ -32,7 +32,7 @@ class Tiles:
 
 
 GPU = Tiles(ROWS=4, COLS=512)
-INTERPRETER = Tiles(ROWS=128, COLS=1024)
+INTERPRETER = Tiles(ROWS=16, COLS=1024)
 
 
 @triton.jit

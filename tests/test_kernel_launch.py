@@ -1,0 +1,95 @@
+"""Around the kernels: Triton's mode, checks of arguments, 64-bit addresses."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from optimized.kernels import launch
+
+
+def python(source: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run source in a process that has no word on Triton's mode but what is given."""
+    clean = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    return subprocess.run([sys.executable, "-c", source], env={**clean, **environment}, capture_output=True, text=True)
+
+
+WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there: nothing falls back to the interpreter")
+
+
+@WITHOUT_GPU
+def test_kernels_choose_the_interpreter_where_there_is_no_gpu():
+    done = python("from optimized.kernels.launch import INTERPRETER; print(INTERPRETER)")
+    assert done.stdout == "True\n", done.stderr
+
+
+def test_an_explicit_mode_is_kept():
+    done = python("from optimized.kernels.launch import INTERPRETER; print(INTERPRETER)", TRITON_INTERPRET="0")
+    assert done.stdout == "False\n", done.stderr
+
+
+@WITHOUT_GPU
+def test_triton_imported_first_is_said_plainly():
+    done = python("import triton, optimized.kernels.launch")
+    assert done.returncode and "import optimized.kernels first" in done.stderr
+
+
+def test_the_pool_needs_no_triton():
+    done = python("import sys, optimized.pool.pool, optimized.pool.plans, optimized.rope; print('triton' in sys.modules)")
+    assert done.stdout == "False\n", done.stderr
+
+
+def test_require_refuses_dtype_shape_and_gaps():
+    x = torch.zeros(4, 6)
+    launch.require(x, "x", torch.float32, (None, 6), dense=2)
+    launch.require(x[:, :3], "x", torch.float32, (4, 3))
+    of_shape = ((x.double(), (4, 6), 1), (x, (4, 5), 1), (x, (None,), 1))
+    with_gaps = ((x.T, (6, 4), 1), (x[:, :3], (4, 3), 2))
+    for wrong, shape, dense in (*of_shape, *with_gaps):
+        with pytest.raises(ValueError, match="x "):
+            launch.require(wrong, "x", torch.float32, shape, dense=dense)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 127, 128, 129])
+def test_power_of_two_is_the_next_one(n):
+    power = launch.power_of_two(n)
+    assert power & (power - 1) == 0 and power // 2 < n <= power
+
+
+NARROW = """
+import importlib.util, sys
+from pathlib import Path
+import torch
+import optimized.kernels.decode_attention as file
+source = Path(file.__file__).read_text()
+wide, narrow = "other=0).to(tl.int64)", "other=0)"
+assert source.count(wide) == 1
+path = Path(sys.argv[1])
+path.write_text(source.replace(wide, narrow if sys.argv[2] == "narrow" else wide))
+spec = importlib.util.spec_from_file_location("optimized.kernels.planted", path)
+planted = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(planted)
+far, stride = 600_000, 4096
+nope = torch.empty(far + 16, stride, dtype=torch.uint8)[:, :512]
+rope = torch.empty(far + 16, 64, dtype=torch.bfloat16)
+nope[far:], rope[far:] = 0x38, 1.0
+nope[far:, 448:462] = 127
+rows, ends = torch.arange(far, far + 16, dtype=torch.int32), torch.tensor([0, 16], dtype=torch.int32)
+q = torch.ones(1, 8, 512).bfloat16()
+out = planted.decode_attention(q, nope, rope, rows, ends, torch.full((8,), -1e9), scale=1.0)
+assert (out == 1).all()
+"""
+
+
+@pytest.mark.parametrize(("width", "survives"), [("wide", True), ("narrow", False)])
+def test_a_32_bit_row_address_does_not_survive(tmp_path, width, survives):
+    """Rows past 2 GiB: the kernel as it is reads them; without the widening it fails or reads elsewhere. In a process of
+    its own, which a wrapped address may kill."""
+    path = tmp_path / "planted.py"
+    clean = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", NARROW, str(path), width], env=clean, capture_output=True, text=True)
+    assert (done.returncode == 0) == survives, done.stderr
