@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from oracle_case import OracleCase
 
-torch.set_num_threads(min(2, os.cpu_count() or 1))
+torch.set_num_threads(1)  # small matrices, and often several test processes at once
 
 _slow = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 settings.register_profile("dev", max_examples=25, deadline=None, suppress_health_check=_slow)

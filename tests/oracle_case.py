@@ -7,13 +7,14 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+from strategies import MemoryStore
 from torch import Tensor
 
+from reference.checkpoint.loader import Loader
 from reference.config import Config
 from reference.model import Model
 from reference.rounding import EXACT, Profile, Tap
 from reference.state import SequenceState
-from strategies import MemoryStore
 
 LENGTHS = (1, 3, 4, 5, 127, 128, 129, 300, 520)
 
@@ -25,12 +26,16 @@ class OracleCase:
         self.name = directory.name
         self.store = MemoryStore(Config.from_json(directory / "config.json"), load_file(directory / "model.safetensors"))
         self.expected: Mapping[str, Tensor] = load_file(directory / "expected.safetensors")
+        self._loaders: dict[torch.dtype, Loader] = {}
 
     def __repr__(self) -> str:
         return self.name
 
     def model(self, dtype: torch.dtype, profile: Profile = EXACT, tap: Tap | None = None) -> Model:
-        return Model(self.store, dtype, profile, memory=1 << 40, tap=tap)
+        """A model of this case; weights are dequantised once for all of them."""
+        model = Model(self.store, dtype, profile, memory=1 << 40, tap=tap)
+        model.loader = self._loaders.setdefault(dtype, model.loader)
+        return model
 
     def rows(self, n: int) -> Tensor:
         return self.expected[f"pos_{n}"].long()

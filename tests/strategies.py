@@ -157,3 +157,29 @@ def refuted(law: Law, cases: st.SearchStrategy[Any], *wrong: Any, examples: int 
 
     with pytest.raises(AssertionError):
         trial()
+
+
+def smallest_margin(store: Any, ids: Tensor) -> float:
+    """How near the model comes to choosing otherwise on this prompt: over all indexers and scored routers, the least gap
+    between the last score taken and the first left, relative to the largest score of that token (float64). Rows that all
+    heads reject score exactly 0 in any precision: those ties are left to the tie rule."""
+    gaps = []
+
+    def watch(name: str, x: Tensor) -> None:
+        layer = int(name.split(".")[1]) if name.startswith("layers.") else 0
+        if name.endswith("indexer.scores"):
+            visible = (torch.arange(len(x)) + 1) // store.config.ratio(layer)
+            x = x.masked_fill(torch.arange(x.shape[1]) >= visible[:, None], -torch.inf)
+            k = store.config.index_topk
+        elif name.endswith("gate.scores") and not store.config.is_hash_layer(layer):
+            x = x + store.get(f"layers.{layer}.ffn.gate.bias").double()
+            k = store.config.num_experts_per_tok
+        else:
+            return
+        best = x.topk(min(k + 1, x.shape[1]), dim=-1).values
+        if best.shape[1] > k:
+            gap = (best[:, k - 1] - best[:, k]) / best.abs().nan_to_num(posinf=0).amax(-1)
+            gaps.append(gap[(best[:, k] > -torch.inf) & (best[:, k - 1 : k + 1] != 0).any(-1)])
+
+    Model(store, torch.float64, memory=1 << 40, tap=watch).forward([ids], [SequenceState()])
+    return float(torch.cat(gaps).amin())
