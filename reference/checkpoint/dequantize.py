@@ -31,45 +31,42 @@ def dequantize(
         raise BadInput(f"a weight of {str(weight.dtype).removeprefix('torch.')} needs a scale")
     fp4 = weight.dtype == torch.int8
     shape = (weight.shape[0], weight.shape[1] * 2 if fp4 else weight.shape[1])
-    factors = _factors(scale, shape, row0, fp4)
-    row0 = 0 if fp4 else row0 % FP8_BLOCK  # counted from the first row of the first scale
+    _check(scale, shape, row0, fp4)
     direct = out is not None and out.dtype == torch.float32 and out.is_contiguous()
     values = out if direct and out is not None else torch.empty(shape, dtype=torch.float32, device=weight.device)
-    if weight.device.type == "cpu":
-        _compiled(weight, factors, row0, fp4, values)
+    if weight.device.type == "cpu" and scale.dtype == torch.float8_e8m0fnu:
+        _compiled(weight, scale, row0, fp4, values)
     else:
-        _plain(weight, factors, row0, fp4, values)
+        _plain(weight, scale, row0, fp4, values)
     if out is not None:
         return out if direct else out.copy_(values)
     return values.to(dtype)
 
 
-def _factors(scale: Tensor, shape: tuple[int, int], row0: int, fp4: bool) -> Tensor:
-    """The scales of the rows at hand as float32 [scale rows, scale columns]: the first holds row `row0`."""
+def _check(scale: Tensor, shape: tuple[int, int], row0: int, fp4: bool) -> None:
     height, width = (1, FP4_BLOCK) if fp4 else (FP8_BLOCK, FP8_BLOCK)
-    rows = cdiv(row0 + shape[0], height)
-    if scale.dim() != 2 or scale.shape[0] < rows or scale.shape[1] != cdiv(shape[1], width):
+    if scale.dim() != 2 or scale.shape[0] < cdiv(row0 + shape[0], height) or scale.shape[1] != cdiv(shape[1], width):
         raise BadInput(f"scale {tuple(scale.shape)} does not fit a weight of {shape} at row {row0}")
-    scale = scale[row0 // height : rows]
-    return scale if scale.dtype == torch.float32 else formats.e8m0_decode(scale)
 
 
-def _compiled(weight: Tensor, factors: Tensor, row0: int, fp4: bool, out: Tensor) -> None:
+def _compiled(weight: Tensor, scale: Tensor, row0: int, fp4: bool, out: Tensor) -> None:
     from . import decoding
     from .threads import threads_for
 
     codes = weight.contiguous().view(torch.uint8).numpy()
+    exponents = scale.contiguous().view(torch.uint8).numpy()
     table = formats.E2M1_VALUES if fp4 else _E4M3_TABLE
     decode = decoding.decode_e2m1 if fp4 else decoding.decode_e4m3
     with threads_for(out.nbytes):
-        decode(codes, factors.contiguous().numpy(), row0, table.numpy(), out.numpy())
+        decode(codes, exponents, formats.E8M0_VALUES.numpy(), row0, table.numpy(), out.numpy())
 
 
-def _plain(weight: Tensor, factors: Tensor, row0: int, fp4: bool, out: Tensor) -> None:
+def _plain(weight: Tensor, scale: Tensor, row0: int, fp4: bool, out: Tensor) -> None:
     rows = torch.arange(row0, row0 + len(weight), device=weight.device)
     if fp4:
         values, block = formats.e2m1_decode(formats.e2m1_unpack(weight)), FP4_BLOCK
     else:
         values, block, rows = formats.e4m3_decode(weight.view(torch.uint8)), FP8_BLOCK, rows // FP8_BLOCK
-    factor = factors[rows].repeat_interleave(block, dim=1)  # [rows, scale columns] -> [rows, in or a little more]
+    factors = scale[rows] if scale.dtype == torch.float32 else formats.e8m0_decode(scale.view(torch.uint8)[rows])
+    factor = factors.repeat_interleave(block, dim=1)  # [rows, scale columns] -> [rows, in or a little more]
     torch.mul(values, factor[:, : values.shape[1]], out=out)

@@ -1,0 +1,1 @@
+"""Options and header of the suite for pytest."""
