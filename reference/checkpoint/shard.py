@@ -128,7 +128,7 @@ def _end(entry: Entry) -> int:
 def map_payload(path: Path) -> Any:
     """The file as bytes in memory, read when touched; writing to them changes a private copy, never the file."""
     try:
-        return np.memmap(path, dtype=np.uint8, mode="c")
+        return np.asarray(np.memmap(path, dtype=np.uint8, mode="c"))
     except (OSError, ValueError) as error:
         raise BadInput(f"{path}: not readable: {error}") from None
 
@@ -136,7 +136,7 @@ def map_payload(path: Path) -> Any:
 def view(payload: Any, entry: Entry, start: int, stop: int) -> Tensor:
     """Rows [start, stop) of a tensor in its stored dtype: a view, or a copy where the file does not align elements."""
     begin = entry.begin + start * entry.row_bytes
-    held = np.asarray(payload[begin : begin + (stop - start) * entry.row_bytes])
+    held = payload[begin : begin + (stop - start) * entry.row_bytes]
     dtype = DTYPE_OF_TAG[entry.dtype]
     if begin % dtype.itemsize:
         held = held.copy()
