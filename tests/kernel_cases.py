@@ -1,18 +1,49 @@
-"""What the kernel tests share: mutants of kernel files, legal ranges of rounded results, adversarial data."""
+"""What the kernel tests share: where kernels run, mutants of kernel files, legal ranges of results, adversarial data."""
 
 from __future__ import annotations
 
 import importlib.util
 import itertools
+import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 UNIT = 2.0**-24  # unit roundoff of float32
 _serial = itertools.count()
+
+
+# Where the kernels under test run. Expectations are always made on the CPU; tests/test_kernel_gpu.py sets this.
+DEVICE = os.environ.get("V4PARITY_KERNEL_DEVICE")
+
+
+def on_device(kernel: Callable[..., Any], device: str | None = DEVICE) -> Callable[..., Any]:
+    """The wrapper with its tensors carried to a device and back, outputs in place included; without one, as it is."""
+    if device is None:
+        return kernel
+
+    def carried(*args: Any, **kwargs: Any) -> Any:
+        there = [a.to(device, copy=True) if isinstance(a, Tensor) else a for a in args]
+        out = kernel(*there, **kwargs)
+        for here, a in zip(args, there, strict=True):
+            if isinstance(here, Tensor):
+                here.copy_(a)
+        return tuple(o.cpu() for o in out) if isinstance(out, tuple) else out if out is None else out.cpu()
+
+    return carried
+
+
+def fp8_partial_error() -> float:
+    """Relative error, of the sum of magnitudes, that the hardware adds within a partial of FP8 products: Hopper keeps
+    about 14 bits from one of the 4 instructions to the next; the interpreter and others add in float32."""
+    hopper = DEVICE is not None and DEVICE.startswith("cuda") and torch.cuda.get_device_capability()[0] == 9
+    return 4 * 2.0**-13 if hopper else 0.0
 
 
 def gamma(n: int) -> float:
@@ -34,6 +65,19 @@ def mutant(module: ModuleType, tmp_path: Path, *edits: tuple[str, str]) -> Modul
     sys.modules[name] = mutated
     spec.loader.exec_module(mutated)
     return mutated
+
+
+def poison_new_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on `torch.empty` and `empty_like` hand out memory full of NaN bytes."""
+    for name in ("empty", "empty_like"):
+        original = getattr(torch, name)
+
+        def poisoned(*args: Any, original: Callable[..., Tensor] = original, **kwargs: Any) -> Tensor:
+            fresh = original(*args, **kwargs)
+            fresh.view(-1).view(torch.uint8).fill_(0xFF)
+            return fresh
+
+        monkeypatch.setattr(torch, name, poisoned)
 
 
 def bf16(x: Tensor) -> Tensor:

@@ -6,11 +6,13 @@ import math
 
 import pytest
 import torch
-from kernel_cases import UNIT, gamma, illegal_bf16, mutant
+from kernel_cases import UNIT, gamma, illegal_bf16, mutant, on_device, poison_new_memory
 
 from optimized.kernels import decode_attention as attention_file
-from optimized.kernels.decode_attention import Tiles, decode_attention
+from optimized.kernels.decode_attention import Tiles
 from optimized.pool import rows
+
+decode_attention = on_device(attention_file.decode_attention)
 
 P_ROUNDING = 2.0**-9  # half a bfloat16 ulp, relative
 SMALL = Tiles(HEADS=16, ROWS=16, SPLIT=64, JOIN=4)
@@ -128,6 +130,14 @@ def test_unlisted_rows_may_hold_anything():
     assert torch.equal(decode_attention(*args, scale=scale), clean)
 
 
+def test_scratch_and_output_may_hold_anything_before(monkeypatch):
+    """Every element of the output is written, and no part that nobody wrote is read."""
+    args, _, scale = case(8, [0, 65, 300, 7])
+    clean = decode_attention(*args, scale=scale, tiles=SMALL)
+    poison_new_memory(monkeypatch)
+    assert torch.equal(decode_attention(*args, scale=scale, tiles=SMALL), clean)
+
+
 @pytest.mark.parametrize("tiles", [None, SMALL])
 def test_bits_do_not_depend_on_the_other_tokens(tiles):
     """Each token alone, and with a larger `longest`, gives the bits it has in company."""
@@ -193,7 +203,7 @@ def test_a_truncated_numerator_is_biased(tmp_path):
     args = (args[0] * 0.1, *args[1:])
     want, _ = expected(args[0], values, *args[3:], scale)
     assert bias(decode_attention(*args, scale=scale).double() - want, want) == ""
-    assert bias(wrong.decode_attention(*args, scale=scale).double() - want, want)
+    assert bias(on_device(wrong.decode_attention)(*args, scale=scale).double() - want, want)
 
 
 MISTAKES = {
@@ -219,4 +229,4 @@ MISTAKES = {
 def test_planted_mistakes_are_seen(tmp_path, mistake):
     wrong = mutant(attention_file, tmp_path, MISTAKES[mistake])
     args, values, scale = case(8, [70, 0, 33])
-    assert faults(args, values, scale, attention=wrong.decode_attention, tiles=Tiles(HEADS=16, ROWS=16, SPLIT=32))
+    assert faults(args, values, scale, attention=on_device(wrong.decode_attention), tiles=Tiles(HEADS=16, ROWS=16, SPLIT=32))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from kernel_cases import UNIT, gamma, illegal_bf16, illegal_e4m3, mutant, scale_byte, scale_value, uneven
+from kernel_cases import UNIT, gamma, illegal_bf16, illegal_e4m3, mutant, on_device, scale_byte, scale_value, uneven
 
 from optimized.kernels import compress as compress_file
 from optimized.kernels import numeric
@@ -85,9 +85,9 @@ class Case:
         cos, sin = rope_table(self.config, self.layer, torch.from_numpy(plan[:, 2] // self.ratio * self.ratio))
         for what in order:
             if what == "w":
-                write(*now, *self.state, writes, self.slots, self.ape)
+                on_device(write)(*now, *self.state, writes, self.slots, self.ape)
             else:
-                compress(
+                on_device(compress)(
                     *now, *self.state, torch.from_numpy(plan), self.slots, self.ape, self.norm_weight, EPS, cos, sin,
                     *self.pool.layer_rows(self.layer), self.table, ratio=self.ratio, envelope=self.geometry.envelope,
                     block_rows=BLOCK_TOKENS // self.ratio, tiles=tiles,

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from kernel_cases import mutant
+from kernel_cases import DEVICE, mutant
 
 from optimized.kernels import numeric
 
@@ -16,11 +16,11 @@ N = 1 << 16
 
 def run(helper, x: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
     """Apply a one-argument helper to a flat tensor, 2^16 elements a program."""
-    padded = torch.zeros(-(-x.numel() // N) * N, dtype=x.dtype)
+    padded = torch.zeros(-(-x.numel() // N) * N, dtype=x.dtype, device=DEVICE)
     padded[: x.numel()] = x
-    out = torch.empty(padded.numel(), dtype=out_dtype)
+    out = torch.empty(padded.numel(), dtype=out_dtype, device=DEVICE)
     apply[(padded.numel() // N,)](padded, out, HELPER=helper, SIZE=N)
-    return out[: x.numel()]
+    return out[: x.numel()].cpu()
 
 
 @triton.jit

@@ -112,32 +112,51 @@ def test_small_presets_have_the_expected_rows(name):
     assert sum(f.nbytes for f in g.fields) == 2 * 4 * (2 * 8 * 1024 + 2 * 8 * 256 + 2 * 128 * 512)
 
 
-@pytest.mark.parametrize("build", BUILDS)
-@pytest.mark.parametrize(("name", "lookahead", "drafter_blocks"), [("mini", 0, 1), ("mini", 3, 0), ("v4-pro", 1, 1)])
-def test_no_two_owners_share_a_row_or_a_state_byte(build, name, lookahead, drafter_blocks):
-    """Every compressed row, window row and state byte of two blocks and two slots is owned once."""
-    g = Geometry(preset(name), build, lookahead, drafter_blocks)
-    plane_rows = g.plane_rows(2, 2)
-    owners = np.zeros((len(g.row_bytes), plane_rows), np.int64)
-    slots = [g.slot_positions(plane_rows) - 1 - group for group in range(2)]
+def row_owners(g: Geometry, blocks: int, slots: int) -> np.ndarray:
+    """How often every row of the row space is claimed: compressed rows, window rows and the rows of state arenas."""
+    plane_rows = g.plane_rows(blocks, slots)
+    owners = np.zeros(plane_rows, np.int64)
+    positions = [g.slot_positions(plane_rows) - 1 - group for group in range(slots)]
     for layer, kind in enumerate(g.kinds):
-        for slot in slots:
-            np.add.at(owners, (slice(None), g.base(layer) + g.window_index(kind, slot, np.arange(g.ring))), 1)
+        for slot in positions:
+            np.add.at(owners, g.base(layer) + g.window_index(kind, slot, np.arange(7, 7 + g.ring)), 1)
         if RATIO[kind]:
-            block, r = np.divmod(np.arange(2 * g.stride(kind)), g.stride(kind))
-            np.add.at(owners, (slice(None), g.base(layer) + g.compress_index(block, r)), 1)
-    for slot in slots:
-        for field in g.fields:
-            width = g.row_bytes[field.plane]
-            first, last = field.offset // width, -(-(field.offset + field.nbytes) // width)
-            assert last <= g.arena_rows
-            arena = slot * g.slot_rows + np.arange(g.arena_rows)
-            assert (owners[field.plane, arena[first:last]] == 0).all()
+            block, r = np.divmod(np.arange(blocks * g.stride(kind)), g.stride(kind))
+            np.add.at(owners, g.base(layer) + g.compress_index(block, r), 1)
+    for slot in positions:
+        owners[slot * g.slot_rows :][: g.arena_rows] += 1
+    return owners
+
+
+def check_owners(g: Geometry) -> None:
+    owners = row_owners(g, 3, 2)
     assert owners.max() == 1
-    assert (owners[:, : 2 * g.envelope] == 1).all()
-    for plane in range(len(g.row_bytes)):
+    assert (owners[: 3 * g.envelope] == 1).all()
+    assert owners.sum() == 3 * g.envelope + 2 * (g.arena_rows + len(g.kinds) * g.ring)
+    for plane, width in enumerate(g.row_bytes):
         spans = sorted((f.offset, f.offset + f.nbytes) for f in g.fields if f.plane == plane)
         assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+        assert all(end <= g.arena_rows * width for _, end in spans)
+
+
+@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize(("name", "lookahead", "drafter_blocks"), [("mini", 0, 1), ("mini", 3, 0), ("v4-pro", 1, 1)])
+def test_no_two_owners_share_a_row(build, name, lookahead, drafter_blocks):
+    check_owners(Geometry(preset(name), build, lookahead, drafter_blocks))
+
+
+@given(
+    st.lists(st.sampled_from([0, 4, 128]), min_size=1, max_size=7),
+    st.integers(1, 300),
+    st.integers(0, 9),
+    st.sampled_from([128, 192, 512]),
+    st.sampled_from(BUILDS),
+)
+def test_no_two_owners_share_a_row_in_any_model(ratios, window, lookahead, head_dim, build):
+    config = dataclasses.replace(
+        preset("mini"), num_hidden_layers=len(ratios), compress_ratios=tuple(ratios), sliding_window=window, head_dim=head_dim
+    )
+    check_owners(Geometry(config, build, lookahead))
 
 
 def test_a_layer_major_window_would_collide():
