@@ -101,6 +101,12 @@ def test_plain_dtypes_pass_through(dtype):
     assert torch.equal(dequantize(weight, None, out=out), weight.float())
 
 
+def test_an_out_of_another_shape_is_refused():
+    """The compiled loop writes without looking: the shape is compared before it."""
+    with pytest.raises(RuntimeError):
+        dequantize(torch.zeros(4, 16, dtype=torch.int8), torch.ones(4, 1).to(torch.float8_e8m0fnu), out=torch.empty(2, 32))
+
+
 def test_wrong_row0_gives_other_values():
     """The planted mistake that alignment tests must see: rows 64.. read with the scales of rows 0.."""
     codes = np.full((192, 128), 0x38, dtype=np.uint8)

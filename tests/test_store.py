@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 import shutil
 import struct
 from pathlib import Path
@@ -13,17 +14,20 @@ import checkpoint_files as files
 import pytest
 import torch
 from checkpoint_files import FP4, FP8, HASH, LAYER_0, LAYER_1
+from hypothesis import given
+from hypothesis import strategies as st
 
 from reference.checkpoint.dequantize import dequantize
 from reference.checkpoint.directory import INDEX, DirectoryStore
-from reference.checkpoint.manifest import manifest
+from reference.checkpoint.manifest import by_shard, file_header, manifest
 from reference.checkpoint.open import open_store
 from reference.checkpoint.procedural import ProceduralStore
 from reference.checkpoint.shard import MAX_HEADER
 from reference.checkpoint.values import verify
+from reference.checkpoint.writer import render_config, render_index, write_checkpoint
 from reference.config import Config
 from reference.errors import BadInput
-from reference.presets import CONFIG_JSON
+from reference.presets import CONFIG_JSON, preset
 
 EMBED = "model-00001-of-00006.safetensors"
 NAN_BF16 = struct.pack("<H", 0x7FC0)
@@ -93,8 +97,6 @@ class TestReading:
         small = {k: v for k, v in files.TINY_JSON.items() if k != "compress_ratios"}
         drafter = {k: v for k, v in CONFIG_JSON[release].items() if k.startswith("dspark")}
         fields = {**small, **drafter, "compress_ratios": [0, 4, 128, 0, 0, 0], "dspark_target_layer_ids": [0, 1, 2]}
-        from reference.checkpoint.writer import write_checkpoint
-
         write_checkpoint(ProceduralStore(Config.from_dict(fields)), fields, tmp_path / "d", lambda number, file: None)
         store = DirectoryStore(tmp_path / "d")
         verify(store, store.tensors, "d")
@@ -391,6 +393,56 @@ def test_an_f32_scale_must_be_positive_and_finite(copy, value):
     files.edit_tensors(copy, LAYER_1, lambda t: t.update({f"{FP8}.scale": ("F32", [2, 1], struct.pack("<2f", 1, value))}))
     with pytest.raises(BadInput, match="scale that is not positive and finite at element 1"):
         DirectoryStore(copy).get(f"{FP8}.scale")
+
+
+@given(st.sampled_from([LAYER_1, INDEX, "config.json"]), st.integers(0, 2**32 - 1), st.integers(1, 4))
+def test_any_change_of_a_header_is_read_or_refused(copy, file, seed, count):
+    """Bytes overwritten at random in a header, index or config: opening ends in a store or in BadInput, in nothing else."""
+    rng, path = random.Random(seed), copy / file
+    good = path.read_bytes()
+    length = 8 + int.from_bytes(good[:8], "little") if file == LAYER_1 else len(good)
+    damaged = bytearray(good)
+    for _ in range(count):
+        damaged[rng.randrange(length)] = rng.choice(b'"{}[]:,0123456789eE.-atn\\ \n\0\xff')
+    path.write_bytes(damaged)
+    try:
+        verify_all(copy)
+    except BadInput as error:
+        assert "\n" not in str(error)
+    finally:
+        path.write_bytes(good)
+
+
+@pytest.fixture(scope="module")
+def full_size(tmp_path_factory):
+    """V4-Pro with all its headers and sizes, 865 GB of holes: what a disk of a few MB can hold of it."""
+    path = tmp_path_factory.mktemp("full") / "v4-pro"
+    path.mkdir()
+    held = manifest(preset("v4-pro"))
+    for file, members in by_shard(held).items():
+        header = file_header(members)
+        with (path / file).open("wb") as out:
+            out.write(header)
+            out.truncate(len(header) + sum(info.nbytes for info in members.values()))
+    (path / INDEX).write_text(render_index(held))
+    (path / "config.json").write_text(render_config(CONFIG_JSON["v4-pro"]))
+    yield path
+    shutil.rmtree(path)
+
+
+def test_a_directory_of_full_size_opens_and_reads_far_offsets(full_size):
+    """Offsets past 4 GiB, in the file of layer 30; the last expert in file order ends at the last byte."""
+    store = DirectoryStore(full_size)
+    assert len(store.tensors) == 145_116
+    name, file = "layers.30.ffn.experts.99.w3.weight", "model-00032-of-00064.safetensors"
+    info = store.tensors[name]
+    assert (info.shard, info.shape) == (file, (3072, 3584))
+    with (full_size / file).open("r+b") as out:
+        out.seek(-3, os.SEEK_END)
+        out.write(b"\x12\x34\x56")
+    assert (full_size / file).stat().st_size > 2**33
+    assert bits(store.get(name, 3071))[0, -4:].tolist() == [0, 0x12, 0x34, 0x56]
+    assert store.bytes_read == 3584
 
 
 def test_a_sound_directory_passes(tiny):

@@ -32,7 +32,7 @@ def dequantize(
     fp4 = weight.dtype == torch.int8
     shape = (weight.shape[0], weight.shape[1] * 2 if fp4 else weight.shape[1])
     _check(scale, shape, row0, fp4)
-    direct = out is not None and out.dtype == torch.float32 and out.is_contiguous()
+    direct = out is not None and out.shape == shape and out.dtype == torch.float32 and out.is_contiguous()
     values = out if direct and out is not None else torch.empty(shape, dtype=torch.float32, device=weight.device)
     if weight.device.type == "cpu" and scale.dtype == torch.float8_e8m0fnu:
         _compiled(weight, scale, row0, fp4, values)
