@@ -23,7 +23,7 @@ from .values import check_values
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-_KEPT_MAPS = 4  # a layer, the one before it, embedding and head; views keep theirs alive
+_KEPT_MAPS = 2  # the layer at hand and one more; views keep theirs alive
 
 
 class DirectoryStore:
