@@ -29,7 +29,7 @@ def on_device(kernel: Callable[..., Any], device: str | None = DEVICE) -> Callab
         return kernel
 
     def carried(*args: Any, **kwargs: Any) -> Any:
-        there = [a.to(device, copy=True) if isinstance(a, Tensor) else a for a in args]
+        there = [_with_its_gaps(a, device) if isinstance(a, Tensor) else a for a in args]
         out = kernel(*there, **kwargs)
         for here, a in zip(args, there, strict=True):
             if isinstance(here, Tensor):
@@ -37,6 +37,13 @@ def on_device(kernel: Callable[..., Any], device: str | None = DEVICE) -> Callab
         return tuple(o.cpu() for o in out) if isinstance(out, tuple) else out if out is None else out.cpu()
 
     return carried
+
+
+def _with_its_gaps(x: Tensor, device: str) -> Tensor:
+    """A copy on a device with the strides of x, and with what lies between its elements."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+    span = x.as_strided((extent,), (1,), x.storage_offset()).to(device, copy=True)
+    return span.as_strided(x.shape, x.stride(), 0)
 
 
 def fp8_partial_error() -> float:

@@ -309,7 +309,7 @@ def test_planted_mistakes_are_seen(tmp_path, mistake):
         ("gate += tl.load(ape", "gate += 0 * tl.load(ape"),
         ("place % ring", "place % (ring - 1)"),
         ("place % RATIO", "(place + 1) % RATIO"),
-        ("live = position >= 0", "live = position >= -1"),  # padding writes into the first slot
+        ("mask=known, other=-1)", "mask=known, other=0)"),  # rows past the plan write position 0
     ],
 )
 def test_planted_mistakes_in_the_state_are_seen(tmp_path, edit):
