@@ -119,7 +119,7 @@ def round_bf16(x: Tensor) -> Tensor:
 def bf16_ulp(x: Tensor) -> Tensor:
     """Spacing of bfloat16 at |x| (float64), at least that of the smallest normal."""
     _, exponent = torch.frexp(x.double().abs().clamp_min(2.0**-126))
-    return torch.ldexp(torch.ones((), dtype=torch.float64), exponent - 8)
+    return torch.ldexp(torch.ones_like(x, dtype=torch.float64), exponent - 8)
 
 
 def block_count(n: int, block: int) -> int:

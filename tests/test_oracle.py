@@ -138,7 +138,7 @@ UNSEEN = {
     "embed": "the table is stored in bfloat16",
     "rope.angle": "a float32 run has float32 angles",
     "rope.table": "a float32 run has a float32 table",
-    **{site: ALL_SELECTED for site in profile("official").sites if site.startswith("attn.indexer.")},
+    **{s: ALL_SELECTED for s, r in profile("official").sites.items() if s.startswith("attn.indexer.") and not r.block},
     **{site: MTP for site in ("enorm", "hnorm", "e_proj", "h_proj", "streams")},
 }
 PLAIN = [(site,) for site, r in profile("official").sites.items() if r.format in ("bf16", "f32") and site not in UNSEEN]
