@@ -10,6 +10,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from oracle_case import OracleCase
 
+os.environ.setdefault("TRITON_INTERPRET", "1")  # tests interpret, also beside a GPU; what needs one starts its own process
 torch.set_num_threads(1)  # small matrices, and often several test processes at once
 
 _slow = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]

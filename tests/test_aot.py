@@ -16,7 +16,6 @@ from optimized.kernels.launch import INTERPRETER
 pytestmark = pytest.mark.aot
 
 KERNELS = ["quantize", "gemm_fp8", "compress_hca", "compress_csa", "state_write", "attend", "combine"]
-EMULATED = ("gemm_fp8", "gfx942")  # no OCP E4M3 in hardware: held to compiling and to its limits, not to instructions
 
 PLANTED = """
 import json
@@ -32,27 +31,16 @@ print(json.dumps([asdict(r) for r in [*found, aot.compile_case("gemm_fp8", short
 """
 
 
-@pytest.fixture(scope="module")
-def reports() -> dict[tuple[str, str], aot.Report]:
-    return {(r.kernel, r.target): r for r in aot.compile_all()}
-
-
 @pytest.mark.parametrize("target", aot.TARGETS)
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_kernel_compiles_clean(reports, kernel, target):
-    report = reports[kernel, target]
-    assert aot.faults(report) == []
-    assert report.registers > 0 and report.code > 1000
-
-
-def test_nothing_else_was_compiled(reports):
-    assert sorted(reports) == sorted((k, t) for k in KERNELS for t in aot.TARGETS)
-
-
-def test_fp8_on_gfx942_is_emulated_in_half_precision(reports):
-    """What the compiler makes of E4M3 there; the day this fails, the target has gained it or lost more."""
-    assert EMULATED not in aot.REQUIRED
-    assert all(name.endswith("f16") for name in reports[EMULATED].matrix)
+def test_every_kernel_compiles_clean(target):
+    """One process a target, so that parallel test runners do not compile anything twice."""
+    reports = {r.kernel: r for r in aot.compile_all(targets=[target])}
+    assert sorted(reports) == sorted(KERNELS)
+    assert {name: aot.faults(r) for name, r in reports.items() if aot.faults(r)} == {}
+    assert all(r.registers > 0 and r.code > 1000 for r in reports.values())
+    if target == "gfx942":  # no OCP E4M3 in hardware: emulated in half precision, and held to nothing better
+        assert ("gemm_fp8", target) not in aot.REQUIRED
+        assert reports["gemm_fp8"].matrix and all(name.endswith("f16") for name in reports["gemm_fp8"].matrix)
 
 
 def test_planted_faults_are_seen():
