@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -51,10 +53,18 @@ class Linear:
             return x @ self.dense(x.dtype, start, stop).T
         out = x.new_empty(*x.shape[:-1], stop - start)
         step = max(1, TILE // x.shape[-1])
+        tile = _scratch(x.dtype, max(TILE, x.shape[-1])).view(-1)[: step * x.shape[-1]].view(step, -1)
         for row in range(start, stop, step):
             end = min(row + step, stop)
-            out[..., row - start : end - start] = x @ self.dense(x.dtype, row, end).T
+            w = dequantize(self.weight[row:end], self.scale, x.dtype, row, tile[: end - row])
+            torch.matmul(x, w.T, out=out[..., row - start : end - start])
         return out
+
+
+@lru_cache(maxsize=2)
+def _scratch(dtype: torch.dtype, elements: int) -> Tensor:
+    """Where tiles are dequantised: touching fresh memory would cost as much as the work. For one thread at a time."""
+    return torch.empty(elements, dtype=dtype)
 
 
 def project(linear: Linear, x: Tensor, sites: Sites, name: str) -> Tensor:
