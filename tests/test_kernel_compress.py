@@ -7,7 +7,19 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from kernel_cases import UNIT, gamma, illegal_bf16, illegal_e4m3, mutant, on_device, scale_byte, scale_value, uneven
+from kernel_cases import (
+    UNIT,
+    bf16,
+    e4m3,
+    gamma,
+    illegal_bf16,
+    illegal_e4m3,
+    mutant,
+    on_device,
+    scale_byte,
+    scale_value,
+    uneven,
+)
 
 from optimized.kernels import compress as compress_file
 from optimized.kernels import numeric
@@ -211,6 +223,18 @@ def test_rows_states_and_poison_over_a_run_of_steps(ratio, head_dim):
 @pytest.mark.parametrize(("ratio", "tiles"), [(4, TILES[1]), (4, TILES[2]), (128, TILES[1])])
 def test_gpu_like_tiles_give_legal_rows(ratio, tiles):
     assert faults(Case(ratio, 192), tiles=tiles) == []
+
+
+@pytest.mark.parametrize("ratio", [4, 128])
+def test_the_bound_leaves_nine_results_in_ten_one_choice(ratio):
+    """How much the gate above sees: where the bound spans no rounding boundary, only one code passes."""
+    case = Case(ratio)
+    want, bound = case.expected(1, 1)
+    tiles, tile_bounds = want[:-64].view(-1, 64), bound[:-64].view(-1, 64)
+    unit = scale_value(scale_byte(tiles.abs().amax(-1)))[:, None]
+    free = e4m3((tiles - tile_bounds) / unit) != e4m3((tiles + tile_bounds) / unit)
+    assert free.double().mean() < 0.1
+    assert (bf16(want - bound) != bf16(want + bound))[-64:].double().mean() < 0.1
 
 
 def test_state_writes_with_small_tiles():

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_cases import uneven
+from kernel_cases import mutant, uneven
 
 from optimized.pool import plans, rows
 from optimized.pool.geometry import KINDS, RATIO, Geometry
@@ -300,9 +300,9 @@ def lists_by_hand(g, kind, positions, batch_ids, slots, table, picks):
     return out, ptr
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_attention_lists_of_a_verify_step(kind):
-    """Tokens on both sides of 128 and of 4, a padded token, a first token; blocks out of order; k = 2 drafts."""
+def verify_step(kind, module=plans):
+    """Lists of tokens on both sides of 128 and of 4, a padded token, a first token; blocks out of order; 2 drafts. As the
+    module makes them, and by hand."""
     g = Geometry(preset("mini"), lookahead=2, drafter_blocks=1)
     positions = np.array([0, 126, 127, 128, 15, 511, 17, 512])
     batch_ids = np.array([0, 1, 1, 1, 2, 3, -1, 3])
@@ -314,13 +314,34 @@ def test_attention_lists_of_a_verify_step(kind):
         for t, p in enumerate(positions):
             n = min((p + 1) // 4, 8)
             picks[t, :n] = generator.permutation((p + 1) // 4)[:n]
-    indices, indptr = plans.attention_lists(g, kind, positions, batch_ids, slots, table, picks)
+    made = module.attention_lists(g, kind, positions, batch_ids, slots, table, picks)
     want, ptr = lists_by_hand(g, kind, positions.tolist(), batch_ids.tolist(), slots, table, picks)
+    return made, ([int(i) for i in want], ptr)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_lists_of_a_verify_step(kind):
+    (indices, indptr), (want, ptr) = verify_step(kind)
     assert (indices.dtype, indptr.dtype) == (np.int32, np.int32)
-    assert indices.tolist() == [int(i) for i in want]
-    assert indptr.tolist() == ptr
+    assert (indices.tolist(), indptr.tolist()) == (want, ptr)
     if kind == "hca":
         assert [ptr[t + 1] - ptr[t] for t in (1, 2, 3)] == [16, 17, 17]  # each token counts for itself
+
+
+@pytest.mark.parametrize(
+    ("kind", "edit"),
+    [
+        ("hca", ("visible(positions, ratio)", "visible(positions.max(), ratio)")),  # drafts see groups of later drafts
+        ("csa", ("visible(positions, ratio)", "positions // ratio")),  # a group hidden from its own last token
+        ("csa", ("np.where(valid, picks, np.iinfo(np.int32).max)", "np.where(valid, picks, 0)")),  # the undefined tail enters
+        ("window", ("np.minimum(positions + 1, geometry.config.sliding_window)", "np.minimum(positions + 1, geometry.ring)")),
+        ("window", ("- windows[token] + 1 + j", "- windows[token] + j")),  # the token does not see itself
+        ("csa", ("indptr[token] + count[token] + j", "indptr[token] + j")),  # windows over compressed rows
+    ],
+)
+def test_planted_mistakes_in_the_lists_are_seen(tmp_path, kind, edit):
+    (indices, indptr), (want, ptr) = verify_step(kind, mutant(plans, tmp_path, edit))
+    assert (indices.tolist(), indptr.tolist()) != (want, ptr)
 
 
 def test_lists_need_picks_once_rows_are_dropped():
