@@ -56,7 +56,11 @@ def quantised_input(step: Step, linear: str) -> tuple[Tensor, Tensor]:
 
 def quantise(step: Step, op: str) -> dict[str, Stored]:
     """bfloat16 payload -> codes and scales."""
-    return {op: quantize_activation(payload(step, op.removesuffix(".input")).to(torch.bfloat16))}
+    linear = op.removesuffix(".input")
+    source = SOURCE[linear]
+    if source not in step.quantised:
+        step.quantised[source] = quantize_activation(payload(step, linear).to(torch.bfloat16))
+    return {op: step.quantised[source]}
 
 
 def gemm(step: Step, op: str) -> dict[str, Stored]:
@@ -95,8 +99,7 @@ def step_plan(step: Step, compressor: Compressor, complete: bool) -> Tensor:
 def compressed_rows(step: Step, op: str) -> dict[str, Stored]:
     """Pool, norm, rotate, quantise and write the row of every group that this step completes."""
     compressor, _ = compressor_of(step, op)
-    plan, poured = step_plan(step, compressor, complete=True), step.pool_before()
-    untouched = poured.copy()
+    plan, poured = step_plan(step, compressor, complete=True), step.pool_before.copy()
     cos, sin = rope_table(step.config, step.layer, plan[:, 2] // compressor.ratio * compressor.ratio)
     compress(
         *projections(step, op), *rings(poured, indexer=False), plan, poured.slots,
@@ -106,11 +109,12 @@ def compressed_rows(step: Step, op: str) -> dict[str, Stored]:
     )  # fmt: skip
     rows = written_rows(poured, plan, compressor.ratio)
     nope, rotated = (plane[rows] for plane in poured.pool.layer_rows(poured.layer))
-    for mine, other in zip(poured.pool.layer_rows(poured.layer), untouched.pool.layer_rows(poured.layer), strict=True):
-        other[rows] = mine[rows]
+    changed = poured.difference(step.pool_before)
+    for plane in changed.pool.layer_rows(poured.layer):
+        plane[rows] = 0
     codes, scales = unpack_2buff(nope)
     layout = nope[:, codes.shape[1] :]
-    return {"nope": (codes, scales), "layout": layout, "rope": rotated, **poured.changed(untouched)}
+    return {"nope": (codes, scales), "layout": layout, "rope": rotated, **changed.planes()}
 
 
 def written_rows(poured: PouredPool, plan: Tensor, ratio: int) -> Tensor:
@@ -122,8 +126,7 @@ def written_rows(poured: PouredPool, plan: Tensor, ratio: int) -> Tensor:
 def state_rows(step: Step, op: str) -> dict[str, Stored]:
     """Put this step's projections into the rings; what later groups may still need is looked at."""
     compressor, indexer = compressor_of(step, op)
-    poured = step.pool_before()
-    untouched = poured.copy()
+    poured = step.pool_before.copy()
     state = rings(poured, indexer)
     write_state(*projections(step, op), *state, step_plan(step, compressor, complete=False), poured.slots,
                 compressor.ape.float())  # fmt: skip
@@ -131,9 +134,10 @@ def state_rows(step: Step, op: str) -> dict[str, Stored]:
     slot = poured.slots[step.places.labels["sequence"][kept]].long()
     at = step.batch.positions[kept] % state[0].shape[1]
     values, gates = (ring[slot, at] for ring in state)
-    for mine, other in zip(state, rings(untouched, indexer), strict=True):
-        other[slot, at] = mine[slot, at]
-    return {"values": values, "gates": gates, **poured.changed(untouched)}
+    changed = poured.difference(step.pool_before)
+    for ring in rings(changed, indexer):
+        ring[slot, at] = 0
+    return {"values": values, "gates": gates, **changed.planes()}
 
 
 def kept_tokens(step: Step, pooled: int) -> Tensor:
@@ -144,8 +148,7 @@ def kept_tokens(step: Step, pooled: int) -> Tensor:
 
 def attention(step: Step, op: str) -> dict[str, Stored]:
     """Sparse attention over the pool's rows, by the lists that the host makes."""
-    poured = step.pool_to_attend()
-    untouched = poured.copy()
+    poured = step.pool_to_attend.copy()
     attn = step.block.attn
     lists = plans.attention_lists(
         poured.geometry, step.kind, step.batch.positions.numpy(), step.places.labels["sequence"].numpy(),
@@ -155,7 +158,7 @@ def attention(step: Step, op: str) -> dict[str, Stored]:
     q = step.capture["attn.q"].to(torch.bfloat16)
     planes = poured.pool.layer_rows(poured.layer)
     out = decode_attention(q, *planes, indices, indptr, attn.sink.float(), scale=attn.head_dim**-0.5)
-    return {op: out, **poured.changed(untouched)}
+    return {op: out, **poured.difference(step.pool_to_attend).planes()}
 
 
 def picks(step: Step) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]] | None:

@@ -25,8 +25,9 @@ from reference.state import CompressorState, LayerState
 PHASES = ("prefill", "decode", "verify", "chunk")
 MAX_DRAFT = 3  # tokens that a verify step has beyond the first
 BLOCK = 256  # tokens of a pool block
-CHUNKS = (9, 1, 6, 130)
-SHORT_CHUNK = (9,)
+CHUNKS = (9, 1, 6, 130, *(4, 2, 12, 3, 9, 1, 6, 17) * 3)  # in turn; 130 once, over more than a window or an HCA group
+PROMPT = 64  # edges below it are reached by a prompt, those beyond by pouring
+FAR = 65_535
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,22 @@ def edges(config: Config) -> list[int]:
     return sorted({n + d for n in marks for d in (-1, 0, 1)})
 
 
+def default_lengths(config: Config) -> list[int]:
+    """Prompts: every edge that is near, and one prompt past an HCA group."""
+    return [*(n for n in edges(config) if n < PROMPT), 129]
+
+
+def default_starts(config: Config) -> list[int]:
+    """Positions without a prompt: every edge that is not near, and one far out."""
+    return [*(n for n in edges(config) if n >= PROMPT), FAR]
+
+
 def plan(lengths: Sequence[int], starts: Sequence[int], judged: Sequence[str], chunks: Sequence[int] = CHUNKS) -> Plan:
     """A sequence for every prompt length, and one for every start position without a prompt; sorted as given."""
     sequences = []
     for i, (start, length) in enumerate([*((0, n) for n in lengths), *((s, 0) for s in starts)]):
-        tokens = {"prefill": length, "decode": 1, "verify": 2 + i % MAX_DRAFT, "chunk": chunks[i % len(chunks)]}
+        verify = 2 + i // 2 % MAX_DRAFT if i % 2 == 0 else 0  # drafts are verified in every other sequence
+        tokens = {"prefill": length, "decode": 1, "verify": verify, "chunk": chunks[i % len(chunks)]}
         sequences.append(SequencePlan(start, tokens))
     return Plan(tuple(sequences), tuple(p for p in PHASES if p in judged))
 

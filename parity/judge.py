@@ -49,7 +49,14 @@ class Bytes:
     dims: str
 
 
-Expected = Dense | Codes | Bytes
+@dataclass(frozen=True)
+class Unchanged:
+    """Bytes that differ from before, those aside that were to be written: none may."""
+
+    dims: str
+
+
+Expected = Dense | Codes | Bytes | Unchanged
 Stored = Tensor | tuple[Tensor, Tensor]
 
 
@@ -95,8 +102,9 @@ def judge(output: str, stored: Stored, expected: Expected, how: Arithmetic, plac
     assert isinstance(stored, Tensor)
     if isinstance(expected, Bytes):
         _same_shape(output, stored, expected.expected)
-        wrong = (stored != expected.expected).double()
-        return _verdict(output, {"bytes": wrong * torch.inf if wrong.any() else wrong}, expected.dims, places, None, "bytes")
+        return _judge_bytes(output, stored != expected.expected, expected.dims, places)
+    if isinstance(expected, Unchanged):
+        return _judge_bytes(output, stored, expected.dims, places)
     return _judge_dense(output, stored, expected, how, places)
 
 
@@ -105,52 +113,85 @@ def _same_shape(output: str, c: Tensor, t: Tensor) -> None:
         raise ValueError(f"{output}: the candidate has shape {list(c.shape)}, the twin {list(t.shape)}")
 
 
+def _judge_bytes(output: str, wrong: Tensor, dims: str, places: Places) -> Verdict:
+    """Right or wrong; a pool has too many bytes to give each a share."""
+    if not wrong.any():
+        rows = wrong[..., 0].numel() if wrong.numel() else 0
+        return Verdict(output, wrong.numel(), rows, 0, {"bytes": 0.0}, {}, None, "bytes")
+    return _verdict(output, {"bytes": torch.where(wrong != 0, torch.inf, 0.0)}, dims, places, None, "bytes")
+
+
 def _judge_dense(output: str, stored: Tensor, expected: Dense, how: Arithmetic, places: Places) -> Verdict:
     t, form = expected.expected, expected.form
     _same_shape(output, stored, t.value)
     c = stored.double()
+    hidden: dict[str, Tensor | float] = {}
+    flips = 0
+    if c.numel():
+        errors = Errors.of(c, t, form)
+        hidden["row_rms"] = errors.rms_used()
+        if not how.truncates:
+            hidden["bias"] = errors.bias_used()
+        flips = int((errors.beyond != 0).sum())
     tests = {"element": element_used(c, t, form)}
-    hidden: dict[str, Tensor | float] = {"row_rms": rms_used(c, t, form)} if c.numel() else {}
-    if c.numel() and not how.truncates:
-        hidden["bias"] = bias_used(c, t.value, form)
-    flips = int((c != round_to(t.value, form)).sum())
     return _verdict(output, tests, expected.dims, places, distance(c, t.value, form), form, hidden, flips)
 
 
 def element_used(c: Tensor, t: Bounded, form: str) -> Tensor:
     """max(0, |c - t| - ½ulp) / A. The half ulp is that of the largest value the bound allows: past a power of two the
     grid is coarser. An anomaly (NaN, infinity) on one side only is infinite; on both, agreement."""
-    odd = anomalies(c, t.value)
-    error = torch.nan_to_num((c - t.value).abs(), nan=0.0, posinf=0.0)
-    excess = (error - ulp(torch.nan_to_num(t.largest, nan=0.0, posinf=0.0), form) / 2).clamp_min(0)
-    used = torch.where(excess > 0, excess / t.bound, 0.0)
-    return torch.where(odd | used.isnan(), torch.inf, used)
+    used = torch.zeros_like(t.value)
+    error = (c - t.value).abs_()
+    suspect = ~(error <= ulp(t.value, form) / 2)  # few; NaN included
+    if not suspect.any():
+        return used
+    c, t, error = c[suspect], t[suspect], error[suspect]
+    excess = (error - ulp(t.largest, form) / 2).clamp_min(0)
+    share = torch.where(excess > 0, excess / t.bound, 0.0)
+    agree = ~anomalies(c, t.value) & ~torch.isfinite(c)
+    used[suspect] = torch.where(agree, 0.0, torch.nan_to_num(share, nan=torch.inf, posinf=torch.inf))
+    return used
 
 
-def rms_used(c: Tensor, t: Bounded, form: str) -> Tensor:
-    """Per row of the last axis: how much of the room between a perfect rounding and the bound its error takes.
+@dataclass(frozen=True)
+class Errors:
+    """Error and bound of every element, [rows, d], 0 where something is not finite; `perfect` is what rounding t itself
+    loses, `beyond` how many ulps the candidate is from that rounding, `negative` where t is below zero."""
 
-    c is the nearest number to some t + e with |e| <= A, so |c - t| <= |r| + 2A where r is what a perfect rounding of t
-    loses; hence rms(c - t) <= rms(r) + 2 rms(A). An error of less than half an ulp everywhere shows here.
-    """
-    finite = torch.isfinite(c) & torch.isfinite(t.value) & torch.isfinite(t.bound)
-    error, perfect, bound = (torch.where(finite, x, 0.0) for x in (c - t.value, round_to(t.value, form) - t.value, t.bound))
-    rms_error, rms_perfect, rms_bound = (x.square().mean(-1).sqrt() for x in (error, perfect, bound))
-    excess = (rms_error - rms_perfect * (1 + 2.0**-40)).clamp_min(0)
-    return torch.where(excess > 0, excess / (2 * rms_bound), 0.0)
+    error: Tensor
+    bound: Tensor
+    perfect: Tensor
+    beyond: Tensor
+    negative: Tensor
 
+    @classmethod
+    def of(cls, c: Tensor, t: Bounded, form: str) -> Errors:
+        c, value, bound = (x.reshape(-1, x.shape[-1]) for x in (c, t.value, t.bound))
+        finite = torch.isfinite(c) & torch.isfinite(value) & torch.isfinite(bound)
+        if not finite.all():
+            c, value, bound = (torch.where(finite, x, 0.0) for x in (c, value, bound))
+        step, nearest = ulp(value, form), round_to(value, form)
+        return cls(c - value, bound, nearest - value, (c - nearest).div_(step), value < 0)
 
-def bias_used(c: Tensor, t: Tensor, form: str) -> float:
-    """|z| / λ of the signed errors, towards zero and towards plus, rows as units.
+    def rms_used(self) -> Tensor:
+        """Per row: how much of the room between a perfect rounding and the bound its error takes.
 
-    What a candidate has beyond a perfect rounding of t is d, mostly 0. A right kernel's d is as often up as down, so the
-    sum of a row's d over all rows, divided by the root of their squares, stays below λ (Hoeffding for fair signs). The
-    elements of one row may share a cause; rows do not.
-    """
-    finite = torch.isfinite(c) & torch.isfinite(t)
-    beyond = torch.where(finite, (c - round_to(t, form)) / ulp(t, form), 0.0).flatten(0, -2)  # [rows, d]
-    signs = torch.where(torch.nan_to_num(t) < 0, -1.0, 1.0).flatten(0, -2)
-    return max(_fair(beyond.sum(-1)), _fair((beyond * signs).sum(-1))) / LAMBDA
+        c is the nearest number to some t + e with |e| <= A, so |c - t| <= |r| + 2A where r is what a perfect rounding of
+        t loses; hence rms(c - t) <= rms(r) + 2 rms(A). An error of less than half an ulp everywhere shows here.
+        """
+        error, perfect, bound = (x.norm(dim=-1) for x in (self.error, self.perfect, self.bound))
+        excess = (error - perfect * (1 + 2.0**-40)).clamp_min(0)
+        return torch.where(excess > 0, excess / (2 * bound), 0.0)
+
+    def bias_used(self) -> float:
+        """|z| / λ of the signed errors, towards plus and away from zero, rows as units.
+
+        What a candidate has beyond a perfect rounding of t is mostly 0. A right kernel's is as often up as down, so its
+        sum over all rows, divided by the root of the rows' squares, stays below λ (Hoeffding for fair signs). The
+        elements of one row may share a cause; rows do not.
+        """
+        outward = torch.where(self.negative, -self.beyond, self.beyond)
+        return max(_fair(self.beyond.sum(-1)), _fair(outward.sum(-1))) / LAMBDA
 
 
 def _fair(x: Tensor) -> float:

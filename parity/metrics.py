@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,9 +16,12 @@ _SMALLEST_EXPONENT = -126  # of both formats: below it the spacing stays
 
 
 def ulp(x: Tensor, form: str) -> Tensor:
-    """Spacing of `f32` or `bf16` at |x| (float64, same shape), at least that of the smallest normal number."""
-    _, exponent = torch.frexp(x.abs().clamp_min(2.0**_SMALLEST_EXPONENT))
-    return torch.ldexp(torch.ones_like(x), exponent - MANTISSA_BITS[form])
+    """Spacing of `f32` or `bf16` at |x| (float64, same shape), at least that of the smallest normal number.
+
+    Read from the exponent bits: what is not finite counts as 2^1024.
+    """
+    exponent = (x.contiguous().view(torch.int64) >> 52) & 0x7FF
+    return ((exponent.clamp_min(_SMALLEST_EXPONENT + 1023) + 1 - MANTISSA_BITS[form]) << 52).view(torch.float64)
 
 
 def round_to(x: Tensor, form: str) -> Tensor:
@@ -44,13 +48,15 @@ def distance(c: Tensor, t: Tensor, form: str) -> Distance:
     Elements that are not finite on either side are left out: their masks are compared by `anomalies`.
     """
     both = torch.isfinite(c) & torch.isfinite(t)
-    c, t = c[both], t[both]
-    if not len(t):
+    if not both.all():
+        c, t = c[both], t[both]
+    if not t.numel():
         return Distance(0.0, 1.0, 0.0, 0.0, 0.0, 0.0)
-    error = (c - t).abs()
-    ulps = error / ulp(t, form)
-    middle, tail = _quantile(ulps, 0.5), _quantile(ulps, 0.99)
-    return Distance(relative_l2(c, t), cosine(c, t), error.max().item(), middle, tail, ulps.max().item())
+    error = (c - t).abs_()
+    largest = error.max().item()
+    ulps = error.div_(ulp(t, form)).flatten()
+    middle, tail = _quantiles(ulps, (0.5, 0.99))
+    return Distance(relative_l2(c, t), cosine(c, t), largest, middle, tail, ulps.max().item())
 
 
 def relative_l2(c: Tensor, t: Tensor) -> float:
@@ -75,9 +81,11 @@ def _norm(x: Tensor) -> float:
     return largest * (x / largest).norm().item() if largest else 0.0
 
 
-def _quantile(x: Tensor, q: float) -> float:
-    """The smallest element with at least a share q of all elements at or below it (torch.quantile refuses large input)."""
-    return x.flatten().kthvalue(max(1, -(-int(q * 1000) * x.numel() // 1000))).values.item()
+def _quantiles(x: Tensor, shares: tuple[float, float]) -> tuple[float, float]:
+    """For each share, the smallest element with at least that share of all at or below it."""
+    low, high = (max(0, -(-int(share * 1000) * len(x) // 1000) - 1) for share in shares)
+    ordered = np.partition(x.numpy(), (low, high))
+    return float(ordered[low]), float(ordered[high])
 
 
 def anomalies(c: Tensor, t: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from reference.state import CompressorState, LayerState
 
 from .cases import MAX_DRAFT
 
-NEIGHBOURS = 2  # layers to either side that share the pool: their rows lie between this layer's
+NEIGHBOURS = 1  # layers to either side that share the pool: their rows lie between this layer's
 
 
 @dataclass(frozen=True)
@@ -35,16 +35,21 @@ class PouredPool:
     blocks: int
 
     def copy(self) -> PouredPool:
-        """The same bytes elsewhere: what the pool must still be where nothing was to be written."""
+        """The same bytes elsewhere, for an op to work on."""
+        return self._with(self.pool.memory)
+
+    def difference(self, other: PouredPool) -> PouredPool:
+        """A pool whose bytes are 0 where these two agree, and 1 where not."""
+        return self._with((self.pool.memory != other.pool.memory).view(torch.uint8))
+
+    def _with(self, memory: Tensor) -> PouredPool:
         pool = Pool(self.geometry, self.blocks, len(self.slots) + 1)
-        pool.memory.copy_(self.pool.memory)
+        pool.memory.copy_(memory)
         return replace(self, pool=pool)
 
-    def changed(self, untouched: PouredPool) -> dict[str, Tensor]:
-        """uint8 [rows, bytes] of each plane, 1 where a byte differs from the other pool's."""
-        names = ("pool.nope", "pool.rope")
-        pairs = zip(names, self.pool.planes, untouched.pool.planes, strict=True)
-        return {name: (mine != other).to(torch.uint8) for name, mine, other in pairs}
+    def planes(self) -> dict[str, Tensor]:
+        """uint8 [rows, bytes] of each plane, under the names they have in verdicts."""
+        return dict(zip(("pool.nope", "pool.rope"), self.pool.planes, strict=True))
 
     @property
     def geometry(self) -> Geometry:

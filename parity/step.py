@@ -28,7 +28,8 @@ from .taps import Capture
 class Step:
     """`capture` holds the twin's payloads of this step; `before` and `after` its states, one a sequence; `sites` its
     profile at the block, without a listener. `stored` collects what the candidate's ops put out: a later op of the
-    chain is fed from it, and from the twin's payload where no candidate made one."""
+    chain is fed from it, and from the twin's payload where no candidate made one. `quantised` holds codes by the payload
+    they come from: an engine quantises a payload once, whatever reads it."""
 
     config: Config
     layer: int
@@ -43,6 +44,7 @@ class Step:
     how: Arithmetic
     seed: int
     stored: dict[str, Stored] = field(default_factory=dict)
+    quantised: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @property
     def kind(self) -> Kind:
@@ -78,11 +80,13 @@ class Step:
         parts = zip(self.before, self.batch.sequences(), self.starts, strict=True)
         return [(start - len(s.window), torch.cat([s.window, new[where]])) for s, where, start in parts]
 
+    @cached_property
     def pool_before(self) -> PouredPool:
-        """A pool as the step finds it, with nothing in the windows."""
+        """A pool as the step finds it, with nothing in the windows. An op works on a copy."""
         empty = [(0, state.window[:0]) for state in self.before]
         return pour(self.config, self.layer, self.before, empty, self.starts, self.ends, self.seed)
 
+    @cached_property
     def pool_to_attend(self) -> PouredPool:
         """A pool as attention finds it: this step's rows are in."""
         return pour(self.config, self.layer, self.after, self.raw_rows(), self.ends, self.ends, self.seed)

@@ -20,7 +20,7 @@ from reference.state import CompressorState
 from . import candidates
 from .budget import codes, spans
 from .budget.bounded import FUNCTION_ULPS, Bounded, dot, exact
-from .judge import Bytes, Codes, Dense, Expected, Places, Stored
+from .judge import Bytes, Codes, Dense, Expected, Places, Stored, Unchanged
 from .step import Step
 
 FREQUENCY_ULPS = 4.0  # of a float32 power and the blend of two: what two implementations of the table may differ by
@@ -132,9 +132,8 @@ def _finished(step: Step, compressor: Compressor, pooled: Bounded, entry: Tensor
 
 def _row_places(step: Step, sequence: Tensor, entry: Tensor, ratio: int) -> Places:
     labels = {"sequence": sequence, "entry": entry, "position": entry * ratio + ratio - 1}
-    poured = step.pool_before()
     per_block = BLOCK_TOKENS // ratio
-    page = poured.block_table[sequence, entry // per_block]
+    page = step.pool_before.block_table[sequence, entry // per_block]
     return Places(labels | {"page": page, "page_row": entry % per_block})
 
 
@@ -149,8 +148,7 @@ def _layout(nope: Stored, layout: Stored) -> Tensor:
 
 def _untouched(stored: StoredOutputs) -> Expectations:
     """No byte of the pool changes that was not to be written."""
-    masks = {name: mask for name, mask in stored.items() if name.startswith("pool.") and isinstance(mask, Tensor)}
-    return {name: Expectation(Bytes(torch.zeros_like(mask), "cd"), Places()) for name, mask in masks.items()}
+    return {name: Expectation(Unchanged("cd"), Places()) for name in stored if name.startswith("pool.")}
 
 
 def state_rows(step: Step, op: str, stored: StoredOutputs) -> Expectations:
