@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from kernel_cases import (
     E4M3_VALUES,
     bf16,
@@ -122,6 +124,16 @@ def test_gemm_rounds_a_sum_within_the_float32_bound(rows, outputs, width, tiles)
     want, bound = product(*args)
     assert y.shape == want.shape and want.std() > 100 * bound.max()
     assert not illegal_bf16(y, want, bound).any()
+
+
+@given(st.integers(1, 40), st.integers(1, 300), st.integers(1, 520), st.sampled_from([16, 32, 64]), st.integers(0, 9))
+def test_any_shape_and_tile(rows, outputs, width, rows_of_tile, seed):
+    x = activations(rows, width, seed)
+    quantised = quantize_activation(x, quantize_file.Tiles(ROWS=rows_of_tile // 16, GROUPS=rows_of_tile // 16))
+    check_quantized(*quantised, x)
+    args = (*quantised, *weights(outputs, width, seed))
+    y = gemm_fp8(*args, tiles=gemm_file.Tiles(ROWS=rows_of_tile, COLS=2048 // rows_of_tile))
+    assert not illegal_bf16(y, *product(*args)).any()
 
 
 def test_gemm_on_strided_views_with_poison_around():
