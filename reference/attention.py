@@ -99,7 +99,7 @@ class Attention:
         """Take the new tokens into every sequence's state. A block is visible to its own last token, so this comes first."""
         keep = self.sliding_window - 1
         raw = [torch.cat([state.window, kv[s]]) for state, s in zip(states, batch.sequences(), strict=True)]
-        windows = [rows[max(0, len(rows) - keep) :] for rows in raw]
+        windows = [rows[max(0, len(rows) - keep) :].clone() for rows in raw]  # a view would keep all of raw alive
         main = _advance(self.compressor, x, batch, [s.compressor for s in states], sites.at("compressor"))
         index = self.indexer.compressor if self.indexer else None
         keys = _advance(index, x, batch, [s.indexer for s in states], sites.at("indexer").at("compressor"))

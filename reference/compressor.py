@@ -77,13 +77,13 @@ class Compressor:
         if not len(value_blocks):
             return CompressorState(values, gates, state.rows)
         rows = self.finish(pool(value_blocks, gate_blocks), len(state.rows), sites)
-        return CompressorState(values[done:], gates[done:], torch.cat([state.rows, rows]))
+        return CompressorState(values[done:].clone(), gates[done:].clone(), torch.cat([state.rows, rows]))
 
     def finish(self, pooled: Tensor, first: int, sites: Sites) -> Tensor:
         """Pooled rows [c, dh], numbers `first`..., -> norm, RoPE at the block's first token, Hadamard for index keys."""
         rows = sites("norm", rms_norm(sites("pooled", pooled), self.norm, self.eps))
         positions = self.ratio * torch.arange(first, first + len(rows), device=rows.device)
-        rows = rotate(rows, self.rope.table(positions, rows.dtype, sites), inverse=False)
+        rows = rotate(rows, self.rope.table(positions, rows.dtype, sites))
         if self.rotated:
             return sites("row", sites("hadamard", hadamard(sites("rotated", rows))))
         return sites("row", rows, keep=self.rope.dim)

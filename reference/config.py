@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,14 +177,19 @@ def _check_types(values: Mapping[str, Any]) -> None:
 
 
 def _rope_scaling(fields: Any) -> RopeScaling:
-    if fields is None:
-        return RopeScaling()
     if not isinstance(fields, Mapping) or fields.get("type", fields.get("rope_type")) != "yarn":
-        raise BadInput(f"rope_scaling must be of type yarn, got {fields!r}")
+        raise BadInput(f"rope_scaling must be an object of type yarn, got {fields!r}")
     if any("mscale" in name for name in fields):
         raise BadInput("rope_scaling has an mscale; DeepSeek-V4 has none")
-    names = [f.name for f in dataclasses.fields(RopeScaling) if f.name in fields]
+    names = [f.name for f in dataclasses.fields(RopeScaling)]
+    bad = [name for name in names if not _is_number(fields.get(name)) or not 0 < fields[name] < math.inf]
+    if bad:
+        raise BadInput(f"rope_scaling.{bad[0]} must be a positive number, got {fields.get(bad[0])!r}")
     return RopeScaling(**{name: fields[name] for name in names})
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _dspark(fields: Mapping[str, Any]) -> DSpark | None:
@@ -205,8 +211,11 @@ def _validate(c: Config) -> None:
     """Consistency of the sizes. Raises BadInput."""
     for field in dataclasses.fields(c):
         value = getattr(c, field.name)
-        if field.type == "int" and field.name not in ("num_hash_layers", "bos_token_id", "eos_token_id") and value <= 0:
-            raise BadInput(f"{field.name} must be positive, got {value}")
+        counted = field.type == "int" and field.name not in ("num_hash_layers", "bos_token_id", "eos_token_id")
+        if (counted or field.type == "float") and not 0 < value < math.inf:
+            raise BadInput(f"{field.name} must be positive and finite, got {value}")
+    if not 0 <= c.num_hash_layers <= c.num_hidden_layers:
+        raise BadInput(f"num_hash_layers {c.num_hash_layers} of {c.num_hidden_layers} layers")
     unknown = sorted({r for r in c.compress_ratios if r not in KIND_OF_RATIO})
     if unknown:
         raise BadInput(f"unknown compress ratios {unknown}; known are {sorted(KIND_OF_RATIO)}")

@@ -17,14 +17,14 @@ E2M1_MAX = 6.0
 E4M3_AMAX_FLOOR = 1e-4
 E2M1_AMAX_FLOOR = 6 * 2.0**-126
 
-E8M0_VALUES = torch.ldexp(torch.ones(256, dtype=torch.float64), torch.arange(256) - 127).float()
+E8M0_VALUES = torch.ldexp(torch.ones(256, dtype=torch.float64), torch.arange(256) - 127).to(torch.float32)
 E8M0_VALUES[255] = torch.nan
-E2M1_VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+E2M1_VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float32)
 
 # A magnitude on a midpoint goes to the even code: down at .25 1.25 2.5 5, up at .75 1.75 3.5. `bucketize` sends a
 # value equal to a boundary down, so the boundaries that send their tie up sit one float32 below the midpoint.
-_E2M1_BOUNDARIES = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
-_E2M1_BOUNDARIES[1::2] = torch.nextafter(_E2M1_BOUNDARIES[1::2], torch.tensor(0.0))
+_E2M1_BOUNDARIES = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], dtype=torch.float32)
+_E2M1_BOUNDARIES[1::2] = torch.nextafter(_E2M1_BOUNDARIES[1::2], torch.zeros(3, dtype=torch.float32))
 
 
 def e4m3_encode(x: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ def e8m0_decode(byte: Tensor) -> Tensor:
 
 
 def e8m0_ceil(x: Tensor) -> Tensor:
-    """Positive float32 -> scale byte of the smallest power of two >= x; not-finite x -> 255.
+    """Normal positive float32 -> scale byte of the smallest power of two >= x; not-finite x -> 255.
 
     Reads the exponent from the bits: a float log2 is wrong at exact powers of two.
     """

@@ -25,13 +25,13 @@ def index_scores(q: Tensor, weights: Tensor, keys: Tensor, sites: Sites) -> Tens
 def select_topk(scores: Tensor, visible: Tensor, k: int) -> Tensor:
     """Row numbers [t, min(k, c)] of the k largest of scores[t, :visible[t]], ascending, then -1 where there are fewer.
 
-    Among equal scores the lower row number wins.
+    Among equal scores the lower row number wins. A NaN counts as largest, so that it shows.
     """
     c = scores.shape[1]
     k = min(k, c)
     column = torch.arange(c, device=scores.device)
     hidden = column >= visible[:, None]
-    scores = scores.masked_fill(hidden, -torch.inf)
+    scores = scores.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf).masked_fill(hidden, -torch.inf)
     threshold = scores.topk(k, dim=-1).values[:, -1:]  # the k-th largest
     above = scores > threshold
     ties = (scores == threshold) & ~hidden

@@ -38,6 +38,10 @@ class Model:
 
     def batch(self, tokens: Sequence[Tensor], states: Sequence[SequenceState]) -> Batch:
         """Flatten one id tensor per sequence; positions continue each state. Raises BadInput for empty or unknown ids."""
+        if not tokens:
+            raise BadInput("a batch needs a sequence")
+        if len({id(state) for state in states}) < len(states):
+            raise BadInput("one state serves two sequences of a batch")
         for b, ids in enumerate(tokens):
             if len(ids) == 0:
                 raise BadInput(f"sequence {b} has no tokens")
@@ -46,7 +50,7 @@ class Model:
                 raise BadInput(f"sequence {b} has token id {int(bad[0])}; the vocabulary has {self.config.vocab_size}")
         positions = [s.length + torch.arange(len(t)) for t, s in zip(tokens, states, strict=True)]
         bounds = [0, *torch.tensor([len(t) for t in tokens]).cumsum(0).tolist()]
-        return Batch(torch.cat(list(tokens)), torch.cat(positions), bounds)
+        return Batch(torch.cat(list(tokens)).long(), torch.cat(positions), bounds)
 
     def forward(
         self,
@@ -84,6 +88,8 @@ class Model:
         `states` are the MTP block's own: it keeps a window, and runs at the positions of x.
         """
         mtp = self.loader.mtp(index)
+        if any(len(s.layers) > 1 for s in states):
+            raise BadInput("MTP keeps states of its own; these are a model's")
         batch = self.batch(next_tokens, states)
         before = [s.layers[0] if s.layers else mtp.block.attn.initial_state() for s in states]
         embedded = self.sites("embed", self.loader.embed(batch.ids))

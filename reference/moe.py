@@ -82,6 +82,7 @@ class MoE:
         y = torch.zeros_like(x)
         for e in experts.unique().tolist():
             token, slot = (experts == e).nonzero(as_tuple=True)
-            y[token] += self.expert(e)(x[token], weights[token, slot], self.limit, sites.at("experts", e))
+            out = self.expert(e)(x[token], weights[token, slot], self.limit, sites.at("experts", e))
+            y.index_add_(0, token, out)
         y += self.shared(x, None, self.limit, sites.at("shared_experts"))
         return sites("out", y)

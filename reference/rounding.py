@@ -21,7 +21,27 @@ from . import formats
 from .errors import BadInput
 
 Tap = Callable[[str, Tensor], None]
-FORMATS = ("f32", "bf16", "e4m3", "e2m1")
+
+# Every site of the model, by its name within a block (of the model or of MTP where it is outside a block).
+SITES = frozenset(
+    """
+    attn.compressor.gates attn.compressor.norm attn.compressor.pooled attn.compressor.row attn.compressor.values
+    attn.indexer.compressor.gates attn.indexer.compressor.hadamard attn.indexer.compressor.norm
+    attn.indexer.compressor.pooled attn.indexer.compressor.rotated attn.indexer.compressor.row
+    attn.indexer.compressor.values attn.indexer.dot attn.indexer.q attn.indexer.q_hadamard attn.indexer.q_rotated
+    attn.indexer.scores attn.indexer.weighted attn.indexer.weights attn.indexer.weights_proj attn.indexer.wq_b
+    attn.indexer.wq_b.input attn.kv attn.kv_norm attn.o attn.o_rotated attn.p attn.q attn.q_head_norm.eps
+    attn.q_head_norm.mean attn.q_head_norm.out attn.q_head_norm.rsqrt attn.q_head_norm.square attn.q_norm attn.wkv
+    attn.wkv.input attn.wo_a attn.wo_b attn.wo_b.input attn.wq_a attn.wq_a.input attn.wq_b attn.wq_b.input attn_norm
+    e_proj e_proj.input embed enorm ffn.experts.h ffn.experts.w1 ffn.experts.w1.input ffn.experts.w2
+    ffn.experts.w2.input ffn.experts.w3 ffn.experts.w3.input ffn.gate.scores ffn.gate.weights ffn.out
+    ffn.shared_experts.h ffn.shared_experts.w1 ffn.shared_experts.w1.input ffn.shared_experts.w2
+    ffn.shared_experts.w2.input ffn.shared_experts.w3 ffn.shared_experts.w3.input ffn_norm h_proj h_proj.input
+    hc_attn.comb hc_attn.post hc_attn.pre hc_attn.streams hc_attn.u hc_ffn.comb hc_ffn.post hc_ffn.pre hc_ffn.streams
+    hc_ffn.u hc_head head.logits hnorm norm rope.angle rope.table streams
+    """.split()
+)
+QUANTISERS = ("e4m3", "e2m1")
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -29,14 +49,27 @@ DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 class Rounding:
     """What one site does: a plain rounding (`f32`, `bf16`), or quantise and dequantise in blocks (`e4m3`, `e2m1`).
 
-    Blocks run along the last dimension, with one ceil-rounded power-of-two scale each; ties go to even. `kept` is the
-    format of the channels a quantiser spares (the rotated ones of a cache row); empty means as they come.
+    Blocks run along the last dimension. `scale` and `ties` spell out the rules: a power of two rounded up, ties to
+    even; a table with other rules is refused, not misread. `kept` is the format of the channels a quantiser spares (the
+    rotated ones of a cache row); empty means as they come.
     """
 
     format: str
     block: int = 0
     amax_floor: float = 0.0
     kept: str = ""
+    scale: str = "ceil"
+    ties: str = "even"
+
+    def __post_init__(self) -> None:
+        if self.format not in (*DTYPES, *QUANTISERS):
+            raise BadInput(f"rounding profile: unknown format {self.format!r}")
+        if self.format in QUANTISERS and (self.block < 1 or not self.amax_floor > 0):
+            raise BadInput(f"rounding profile: {self.format} needs a block size and an amax floor above 0")
+        if self.kept not in ("", *DTYPES):
+            raise BadInput(f"rounding profile: spared channels cannot be kept as {self.kept!r}")
+        if (self.scale, self.ties) != ("ceil", "even"):
+            raise BadInput(f"rounding profile: scale rule {self.scale!r} with ties {self.ties!r} is not defined here")
 
     def __call__(self, x: Tensor, carrier: str, keep: int = 0) -> Tensor:
         """Round x [..., n], keeping its dtype. `carrier` is the format in which a quantiser receives its input."""
@@ -90,16 +123,21 @@ class Profile:
             profile = cls(str(table["name"]), str(table["carrier"]), sites)
         except (KeyError, TypeError, AttributeError) as error:
             raise BadInput(f"rounding profile: {error!r}") from None
-        bad = [r.format for r in known.values() if r.format not in FORMATS]
-        if bad or profile.carrier not in DTYPES:
-            raise BadInput(f"rounding profile {profile.name}: unknown format {(bad or [profile.carrier])[0]!r}")
+        if profile.carrier not in DTYPES:
+            raise BadInput(f"rounding profile {profile.name}: unknown carrier {profile.carrier!r}")
+        unknown = sorted(set(sites) - SITES)
+        if unknown:
+            raise BadInput(f"rounding profile {profile.name}: no site is called {unknown[0]!r}")
+        if "rope.angle" in sites and sites["rope.angle"].format != "f32":
+            raise BadInput(f"rounding profile {profile.name}: rope.angle can only be f32")
         return profile
 
 
 def _key(rounding: Rounding) -> str:
-    """`e4m3_64`; with spared channels `e4m3_64+bf16`."""
-    block = f"_{rounding.block}" if rounding.block else ""
-    return rounding.format + block + (f"+{rounding.kept}" if rounding.kept else "")
+    """A name for a rounding that tells it from every other: `bf16`, `e4m3_64>=0.0001+bf16`."""
+    if rounding.format in DTYPES:
+        return rounding.format
+    return f"{rounding.format}_{rounding.block}>={rounding.amax_floor!r}" + (f"+{rounding.kept}" if rounding.kept else "")
 
 
 EXACT = Profile("exact")
