@@ -1,25 +1,27 @@
-"""Progress of long work: a bar on a terminal, plain lines otherwise, always on stderr."""
+"""Progress of long work: a bar on a terminal, a plain line now and then otherwise, always on stderr."""
 
 from __future__ import annotations
 
 import sys
+import time
 from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
+PLAIN_EVERY = 10.0  # seconds between plain lines
+
 
 class Progress:
     """A count of `total` steps of one kind. `write` puts results on stdout, `note` remarks on stderr."""
 
     def __init__(self, total: int, unit: str) -> None:
-        self._console = Console(stderr=True)
-        self._live = self._console.is_terminal
-        self._bar = Bar(
-            TextColumn(f"{unit}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-            TextColumn("{task.description}"), console=self._console, disable=not self._live, transient=True,
-        )  # fmt: skip
+        self._total, self._unit, self._spoke = total, unit, time.monotonic()
+        console = Console(stderr=True)
+        self._live = console.is_terminal
+        columns = (TextColumn(unit), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+        self._bar = Bar(*columns, console=console, disable=not self._live, transient=True)
         self._task = self._bar.add_task("", total=total)
 
     def __enter__(self) -> Progress:
@@ -32,6 +34,8 @@ class Progress:
     def at(self, done: int, what: str = "") -> None:
         """`done` steps are finished; `what` names the one at hand."""
         self._bar.update(self._task, completed=done, description=what)
+        if not self._live and time.monotonic() - self._spoke > PLAIN_EVERY:
+            self.note(f"{self._unit} {done} of {self._total} {what}".rstrip())
 
     def write(self, text: str) -> None:
         sys.stdout.write(text)
@@ -39,6 +43,7 @@ class Progress:
 
     def note(self, text: str) -> None:
         """A remark: into the bar's place on a terminal, a line of its own otherwise."""
+        self._spoke = time.monotonic()
         if self._live:
             self._bar.update(self._task, description=text)
         else:
