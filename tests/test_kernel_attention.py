@@ -242,7 +242,7 @@ MISTAKES = {
     "dead lanes count": ("s = tl.where(live[None, :], s, float(\"-inf\"))", "s = s"),
     "last row lost": ("live = j < tl.minimum(end, start + SPLIT)", "live = j < tl.minimum(end - 1, start + SPLIT)"),
     "neighbour's scale": ("nope + NOPE + 2 * tile,", "nope + NOPE + 2 * tile + 2,"),
-    "rotated channels left out of the score": ("bf16_up(rotated)", "0 * bf16_up(rotated)"),
+    "rotated channels left out of the score": ("LANES)), rotated)", "LANES)), tl.zeros_like(rotated))"),
     "score not scaled": ("tl.zeros((HEADS, ROWS), tl.float32)) * scale", "tl.zeros((HEADS, ROWS), tl.float32))"),
     "output truncated": ("bf16_rn(result)", "result.to(tl.bfloat16)"),
     "another token's query": ("q + (t * H + h)", "q + h"),

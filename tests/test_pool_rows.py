@@ -154,8 +154,9 @@ def test_no_two_owners_share_a_row(build, name, lookahead, drafter_blocks):
 )
 def test_no_two_owners_share_a_row_in_any_model(ratios, window, lookahead, head_dim, build):
     config = dataclasses.replace(
-        preset("mini"), num_hidden_layers=len(ratios), compress_ratios=tuple(ratios), sliding_window=window, head_dim=head_dim
-    )
+        preset("mini"), num_hidden_layers=len(ratios), num_hash_layers=0, compress_ratios=tuple(ratios),
+        sliding_window=window, head_dim=head_dim,
+    )  # fmt: skip
     check_owners(Geometry(config, build, lookahead))
 
 

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import ceil_div, power_of_two, require, tiles_for_mode
-from .numeric import bf16_rn, bf16_up, e4m3_up, e8m0_up, mma_bf16
+from .numeric import bf16_rn, e4m3_up, e8m0_up, mma_bf16
 
 ROPE = 64
 
@@ -59,7 +59,7 @@ def load_rows(nope_rows, rope_rows, nope_stride, rope_stride, row, live, HEAD_DI
     scale = tl.load(nope + NOPE + 2 * tile, mask=live[:, None] & (tile < NOPE // 64), other=0)
     values = e4m3_up(code).reshape(row.shape[0], GROUPS, 64) * e8m0_up(scale)[:, :, None]
     rotated = tl.load(rope + (d - NOPE), mask=live[:, None] & (d >= NOPE) & (d < HEAD_DIM), other=0.0)
-    return bf16_rn(tl.where(d < NOPE, values.reshape(row.shape[0], LANES), bf16_up(rotated)))
+    return tl.where(d < NOPE, bf16_rn(values.reshape(row.shape[0], LANES)), rotated)
 
 
 @triton.jit
