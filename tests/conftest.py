@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import numba
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from oracle_case import OracleCase
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # tests interpret, also beside a GPU; what needs one starts its own process
-torch.set_num_threads(1)  # small matrices, and often several test processes at once
+# Small matrices, and often several test processes at once. Numba shares torch's OpenMP runtime and sets its threads too.
+numba.set_num_threads(1)
+torch.set_num_threads(1)
 
 _slow = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 settings.register_profile("dev", max_examples=25, deadline=None, suppress_health_check=_slow)
