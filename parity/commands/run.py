@@ -1,0 +1,146 @@
+"""`v4parity run`: the main job. A model layer by layer, every kernel there is against the twin, verdicts and a report."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from reference.checkpoint.store import WeightStore
+    from reference.config import Config
+
+    from ..run import Request
+
+USAGE = 2
+RUNS = Path("reports/runs")
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "run",
+        help="judge every kernel of a model against the twin, layer by layer",
+        description="Without --model a small checkpoint is written in the released format and read back. "
+        "Exit codes: 0 all judged and passed, 1 a verdict failed, 2 usage, 3 something requested did not run or nothing "
+        "was judged, 4 bad input or environment.",
+    )
+    parser.add_argument("--model", metavar="M", help="directory in the released format, or procedural:PRESET[@seed]")
+    parser.add_argument("--layers", default="all", metavar="L",
+                        help="30, 0-5, mtp_0, a list of those, or all: then streams run from layer to layer (default all)")
+    parser.add_argument("--ops", metavar="OP,..", help="names or shell patterns, attn.core,attn.compressor.*: must be judged")
+    parser.add_argument("--phases", metavar="P,..", help="of prefill, decode, verify, chunk (default all)")
+    parser.add_argument("--lengths", metavar="N,..", help="prompt lengths (default: the model's near edges)")
+    parser.add_argument("--start-pos", metavar="N,..", help="positions to start from without a prompt (default: far edges)")
+    parser.add_argument("--profile", default="pool-fp8", metavar="P", help="rounding contract of the build: pool-fp8")
+    parser.add_argument("--seed", type=int, default=0, help="of token ids and synthetic state (default 0)")
+    parser.add_argument("--gate", action="store_true", help="an op without a kernel is a reason to fail too (exit 3)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help=f"run directory to write (default {RUNS}/<time>-<model>)")
+    parser.set_defaults(main=main)  # fmt: skip
+
+
+def main(args: argparse.Namespace) -> int:
+    from ..report.html import write_html
+    from ..report.terminal import print_report
+    from ..run import run
+
+    with contextlib.ExitStack() as stack:
+        store = stack.enter_context(_model(args.model))
+        try:
+            request = build_request(args, store.config)
+        except ValueError as error:
+            return usage(str(error))
+        from .. import records
+        from ..progress import Progress
+
+        directory = _run_directory(args)
+        with Progress(len(request.layers), "layer") as progress:
+
+            def listen(done: int, record: records.Record) -> None:
+                progress.at(done, f"{record['layer_id']} {record['phase']} {record['op']}")
+                if record["verdict"] == "fail":
+                    progress.note(f"FAIL {record['layer_id']} {record['phase']} {record['op']}")
+
+            said = run(store, request, listen)
+        records.write_lines(directory / records.FILE, said)
+        write_html(said, directory / "index.html")
+    print_report(said)
+    print(f"\n{directory / records.FILE}\n{directory / 'index.html'}")
+    return int(said[-1]["exit_code"])
+
+
+def usage(message: str) -> int:
+    import sys
+
+    print(f"v4parity run: {message}", file=sys.stderr)
+    return USAGE
+
+
+def build_request(args: argparse.Namespace, config: Config) -> Request:
+    """Raises ValueError for a word that means nothing."""
+    from .. import cases, ops
+    from ..run import PROFILES, Request
+
+    if args.profile not in PROFILES:
+        raise ValueError(f"no kernels for profile {args.profile!r}; there are kernels for {', '.join(PROFILES)}")
+    phases = args.phases.split(",") if args.phases else list(cases.PHASES)
+    unknown = [p for p in phases if p not in cases.PHASES]
+    if unknown:
+        raise ValueError(f"no phase {unknown[0]!r}; phases are {', '.join(cases.PHASES)}")
+    lengths = cases.default_lengths(config) if args.lengths is None else numbers(args.lengths, "length")
+    starts = cases.default_starts(config) if args.start_pos is None else numbers(args.start_pos, "start position")
+    plan = cases.plan(lengths, starts, phases)
+    if not plan.sequences:
+        raise ValueError("no lengths and no start positions: nothing to run")
+    last = max(s.start + sum(s.tokens.values()) for s in plan.sequences)
+    if last > config.max_position_embeddings:
+        raise ValueError(f"position {last} is beyond the model's {config.max_position_embeddings}")
+    chosen = ops.select(args.ops.split(",") if args.ops else ["*"])
+    required = frozenset(op.name for op in chosen if args.ops or args.gate)
+    layers = tuple(cases.layer_numbers(args.layers, config))
+    streams = "free-running" if args.layers == "all" else "synthetic"
+    return Request(layers, tuple(chosen), required, plan, args.profile, args.seed, streams, args.model or "")
+
+
+def numbers(text: str, what: str) -> list[int]:
+    """`3,4,5` -> positive numbers; an empty text is none."""
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    bad = [word for word in words if not word.isdigit() or int(word) == 0]
+    if bad:
+        raise ValueError(f"{bad[0]!r} is no {what}")
+    return [int(word) for word in words]
+
+
+@contextlib.contextmanager
+def _model(name: str | None) -> Iterator[WeightStore]:
+    """The store of a model; without a name, the preset `mini` written to a temporary directory and read back."""
+    from reference.checkpoint.open import open_store
+
+    if name is not None:
+        yield open_store(name)
+        return
+    from reference.checkpoint.procedural import ProceduralStore
+    from reference.checkpoint.writer import write_checkpoint
+
+    drawn = ProceduralStore("mini")
+    with tempfile.TemporaryDirectory(prefix="v4parity-") as scratch:
+        directory = Path(scratch) / "mini"
+        write_checkpoint(drawn, drawn.config_json, directory, lambda number, file: None)
+        yield open_store(str(directory))
+
+
+def _run_directory(args: argparse.Namespace) -> Path:
+    """A new directory for this run. Raises BadInput for one that already holds a run."""
+    from reference.errors import BadInput
+
+    from ..records import FILE
+
+    name = Path(args.model or "mini").name.replace(":", "-")
+    directory: Path = args.out or RUNS / f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{name}"
+    if (directory / FILE).exists():
+        raise BadInput(f"{directory}: already holds a run")
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory

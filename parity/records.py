@@ -1,0 +1,138 @@
+"""What a run says, as lines of JSON: one record per judged op, layer and phase, and what was not run.
+
+Every record has deterministic fields and one `volatile` object; two runs agree if all else is equal. The form is
+`report/schema.json`. Source: docs/judge.md §9.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from reference.config import Config
+from reference.errors import BadInput
+
+from .cases import layer_id
+from .flow import Drift, Judged
+from .judge import Verdict, finite_or_none
+
+SCHEMA_VERSION = 1
+FILE = "records.jsonl"
+
+Record = dict[str, Any]
+
+
+def config_digest(config: Config) -> str:
+    """SHA-256 of the configuration, fields in order of name."""
+    return hashlib.sha256(json.dumps(asdict(config), sort_keys=True).encode()).hexdigest()
+
+
+def header(model: str, config: Config, **fields: Any) -> Record:
+    """First record of a run: what was asked, of which weights, by which rules."""
+    return {"record": "run", "schema": SCHEMA_VERSION, "model": model, "config_sha256": config_digest(config), **fields}
+
+
+def verdict_record(config: Config, judged: Judged, seconds: float) -> Record:
+    """One op of one layer in one phase: the outcome is that of its worst output."""
+    worst = max(judged.verdicts, key=lambda v: v.budget_used)
+    tests: dict[str, float] = {}
+    for verdict in judged.verdicts:
+        for name, share in verdict.tests.items():
+            tests[name] = max(tests.get(name, 0.0), share)
+    return {
+        "record": "verdict", "op": judged.op.name, "layer": judged.layer, "layer_id": layer_id(config, judged.layer),
+        "kind": config.kind(judged.layer), "phase": judged.phase,
+        "verdict": "pass" if all(v.passed for v in judged.verdicts) else "fail",
+        "elements": sum(v.elements for v in judged.verdicts), "flips": sum(v.flips for v in judged.verdicts),
+        "budget_used": finite_or_none(worst.budget_used), "tests": {n: finite_or_none(s) for n, s in tests.items()},
+        "relative_l2": _finite(_distance(judged.verdicts)), "bound": judged.op.bound,
+        "outputs": [_output(v) for v in judged.verdicts], "volatile": {"seconds": round(seconds, 4)},
+    }  # fmt: skip
+
+
+def _distance(verdicts: Iterable[Verdict]) -> float | None:
+    """Relative L2 of the op: of its first output that has values."""
+    return next((v.distance.relative_l2 for v in verdicts if v.distance is not None), None)
+
+
+def _finite(x: float | None) -> float | None:
+    return None if x is None else finite_or_none(x)
+
+
+def _output(v: Verdict) -> Record:
+    distance = None if v.distance is None else {name: _finite(x) for name, x in asdict(v.distance).items()}
+    return {
+        "output": v.output, "storage": v.storage, "verdict": "pass" if v.passed else "fail", "elements": v.elements,
+        "rows": v.rows, "failing_rows": v.failing_rows, "flips": v.flips, "budget_used": finite_or_none(v.budget_used),
+        "tests": {name: finite_or_none(share) for name, share in v.tests.items()}, "worst": dict(v.worst),
+        "distance": distance,
+    }  # fmt: skip
+
+
+def missing_records(judged: Iterable[Judged], required: set[str]) -> list[Record]:
+    """What was selected and not judged: op, phase and reason, with the number of layers it concerns."""
+    found: dict[tuple[str, str, str], int] = {}
+    for j in judged:
+        if j.missing:
+            key = (j.op.name, j.phase, j.missing)
+            found[key] = found.get(key, 0) + 1
+    return [
+        {"record": "not_run", "op": op, "phase": phase, "reason": reason, "layers": n, "required": op in required,
+         "volatile": {}}
+        for (op, phase, reason), n in found.items()
+    ]  # fmt: skip
+
+
+def drift_record(config: Config, drift: Drift) -> Record:
+    """How far rounding alone has taken the twin's streams from the truth's after a layer."""
+    fields = {name: _finite(x) if isinstance(x, float) else x for name, x in asdict(drift).items()}
+    return {"record": "drift", "layer_id": layer_id(config, drift.layer), "kind": config.kind(drift.layer), **fields,
+            "volatile": {}}  # fmt: skip
+
+
+def write_lines(path: Path, records: Iterable[Record]) -> None:
+    """All records, to a temporary name first. Raises OSError where the disk is full, leaving an older file as it was."""
+    temporary = path.with_name(path.name + ".partial")
+    try:
+        with temporary.open("w") as file:
+            for record in records:
+                file.write(json.dumps(record, allow_nan=False) + "\n")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_lines(run: Path) -> list[Record]:
+    """Records of a run directory. Raises BadInput for a missing, damaged or foreign file."""
+    path = run / FILE
+    try:
+        lines = path.read_text().splitlines()
+    except (FileNotFoundError, NotADirectoryError):
+        raise BadInput(f"{path}: no such file; a run directory holds {FILE}") from None
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise BadInput(f"{path}, line {number}: not JSON: {error}") from None
+        if not isinstance(record, Mapping) or "record" not in record:
+            raise BadInput(f"{path}, line {number}: no record")
+        records.append(dict(record))
+    if not records or records[0].get("schema") != SCHEMA_VERSION:
+        raise BadInput(f"{path}: the first record must be of schema version {SCHEMA_VERSION}")
+    return records
+
+
+def deterministic(record: Record) -> Record:
+    """A record without what may differ between two runs."""
+    return {name: value for name, value in record.items() if name != "volatile"}
+
+
+def schema() -> dict[str, Any]:
+    """JSON schema of one record."""
+    return json.loads(resources.files("parity.report").joinpath("schema.json").read_text())

@@ -1,0 +1,88 @@
+"""A run's records as a table on the terminal. Source: docs/judge.md §9."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+Record = Mapping[str, Any]
+COLUMNS = ("op", "layer", "kind", "phase", "budget used", "rel. L2", "verdict")
+
+
+def share(x: float | None) -> str:
+    """A share of the budget; one that nothing excuses is written as infinity."""
+    return "∞" if x is None else f"{x:.3f}"
+
+
+def scientific(x: float | None) -> str:
+    return "–" if x is None else f"{x:.1e}"
+
+
+def place(worst: Mapping[str, Any]) -> str:
+    """`sequence 3, position 128, head 5, channels 448–512`."""
+    parts = [f"{name} {'–'.join(map(str, at)) if isinstance(at, list) else at}" for name, at in worst.items()]
+    return ", ".join(parts)
+
+
+def failures(records: Sequence[Record]) -> list[tuple[Record, Record]]:
+    """Every failing output with its verdict, in causal order of the run."""
+    return [
+        (r, o)
+        for r in records if r["record"] == "verdict"
+        for o in r["outputs"] if o["verdict"] == "fail"
+    ]  # fmt: skip
+
+
+def reproduce(run: Record, verdict: Record) -> str:
+    """A command that judges just this op again, on the same numbers. Free-running streams need the layers before."""
+    layer = "all" if run["streams"] == "free-running" else verdict["layer_id"].removeprefix("layer_")
+    words = ["v4parity run", "--layers", layer, "--ops", f"'{verdict['op']}'", "--phases", verdict["phase"]]
+    words += ["--lengths", f"'{','.join(map(str, run['lengths']))}'", "--start-pos", f"'{','.join(map(str, run['start_pos']))}'"]
+    words += ["--seed", str(run["seed"]), *(["--model", run["model_argument"]] if run["model_argument"] else [])]
+    return " ".join(words)
+
+
+def print_report(records: Sequence[Record], console: Console | None = None) -> None:
+    """Table of verdicts, failures with their places, what was not run, and the outcome."""
+    console = console or Console()
+    if not console.is_terminal:
+        console = Console(width=140, no_color=True)
+    table = Table(*COLUMNS, header_style="bold", box=None, pad_edge=False)
+    for r in (r for r in records if r["record"] == "verdict"):
+        style = "" if r["verdict"] == "pass" else "bold red"
+        numbers = share(r["budget_used"]), scientific(r["relative_l2"])
+        cells = (r["op"], r["layer_id"], r["kind"], r["phase"], *numbers, r["verdict"])
+        table.add_row(*map(escape, cells), style=style)
+    console.print(table)
+    for verdict, output in failures(records):
+        console.print(
+            f"[bold red]FAIL[/] {verdict['layer_id']} {verdict['phase']} {escape(verdict['op'])}: output {output['output']}, "
+            f"{output['failing_rows']} of {output['rows']} rows, worst at {place(output['worst'])}"
+        )
+        console.print(f"     {reproduce(records[0], verdict)}", soft_wrap=True, highlight=False)
+    _print_not_run(records, console)
+    _print_summary(records[-1], console)
+
+
+def _print_not_run(records: Sequence[Record], console: Console) -> None:
+    missing: dict[str, dict[str, None]] = {}
+    for r in (r for r in records if r["record"] == "not_run"):
+        missing.setdefault(r["reason"], {})[r["op"]] = None
+    if missing:
+        console.print("\nnot run:")
+    for reason, ops in missing.items():
+        console.print(f"  {escape(reason)}: {escape(', '.join(ops))}", highlight=False)
+
+
+def _print_summary(summary: Record, console: Console) -> None:
+    for note in summary["notes"]:
+        console.print(f"  note: {escape(note)}", highlight=False)
+    console.print(
+        f"\n{summary['judged']} ops judged over {summary['elements']:,} values and bytes: {summary['passed']} passed, "
+        f"{summary['failed']} failed; {summary['not_run']} ops not run; {summary['volatile']['seconds']} s; "
+        f"exit {summary['exit_code']}"
+    )  # fmt: skip
