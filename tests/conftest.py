@@ -17,8 +17,8 @@ numba.set_num_threads(1)
 torch.set_num_threads(1)
 
 _slow = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-settings.register_profile("dev", max_examples=25, deadline=None, suppress_health_check=_slow)
-settings.register_profile("ci", max_examples=25, deadline=None, derandomize=True, database=None, suppress_health_check=_slow)
+settings.register_profile("dev", max_examples=50, deadline=None, suppress_health_check=_slow)
+settings.register_profile("ci", max_examples=50, deadline=None, derandomize=True, database=None, suppress_health_check=_slow)
 settings.register_profile("nightly", max_examples=1000, deadline=None, suppress_health_check=_slow)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
 

@@ -135,6 +135,11 @@ def test_selection_begins_to_drop_rows_at_4_topk_plus_3(topk: int) -> None:
     assert first_loss(topk) == 4 * topk + 3
 
 
+def test_with_topk_for_all_rows_nothing_is_selected() -> None:
+    ids = tokens(64, 11)
+    assert_within(PEER_FLOAT64, run(tiny_model(index_topk=16), ids), run(tiny_model(index_topk=64), ids))
+
+
 @pytest.mark.parametrize(
     ("wrong", "edge"),
     [

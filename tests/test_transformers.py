@@ -33,7 +33,7 @@ transformers = pytest.importorskip("transformers", reason="the extra `oracle` is
 MODELING = "transformers.models.deepseek_v4.modeling_deepseek_v4"
 TIE_STEP = 2.0**-100  # lost in any score but 0
 CLEAR = 2e-5  # a selection this far from a tie (of the largest score) comes out the same in float32
-PREFILL, TOTAL = 131, 139  # past a block of 128, past 4 * topk + 3 of mini, not a multiple of 4
+PREFILL, TOTAL = 126, 150  # decoding completes a block of 128; both are past 4 * topk + 3 of mini
 
 
 @pytest.fixture(scope="module")
@@ -101,26 +101,17 @@ def wide_peer(peer: Any) -> Iterator[Any]:
 
 
 def widen_yarn(model: Any) -> None:
-    """Rotary frequencies come from a file shared by all models, in float32: taken again in float64."""
-    for module in model.modules():
-        for kind in getattr(module, "layer_types", ()) if hasattr(module, "main_inv_freq") else ():
-            getattr(module, f"{kind}_inv_freq").data = float64_frequencies(model.config, kind)
-
-
-def float64_frequencies(config: Any, kind: str) -> Tensor:
-    """The function of transformers that makes them, run with float64 as its float."""
+    """YaRN frequencies come from a file shared by all models, in float32: taken again, by its own function, in float64."""
     rope = importlib.import_module("transformers.modeling_rope_utils")
-    if kind == "main":
-        dim = config.qk_rope_head_dim
-        return 1 / config.rope_theta ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim)
-    source = Path(rope.__file__).read_text()
-    wide = re.sub(r"torch\.float32\b|torch\.float\b", "torch.float64", source)
-    wide = wide.replace("from .utils", "from transformers.utils")
-    namespace: dict[str, Any] = {"__name__": "widened_rope"}
-    exec(compile(wide, rope.__file__, "exec"), namespace)
-    frequencies, _ = namespace["ROPE_INIT_FUNCTIONS"]["yarn"](config, torch.device("cpu"), layer_type="compress")
+    source = re.sub(r"torch\.float32\b|torch\.float\b", "torch.float64", Path(rope.__file__).read_text())
+    wide: dict[str, Any] = {"__name__": "widened_rope"}
+    exec(compile(source.replace("from .utils", "from transformers.utils"), rope.__file__, "exec"), wide)
+    frequencies, _ = wide["ROPE_INIT_FUNCTIONS"]["yarn"](model.config, torch.device("cpu"), layer_type="compress")
     assert frequencies.dtype == torch.float64
-    return frequencies
+    for module in model.modules():
+        if hasattr(module, "compress_inv_freq"):
+            assert module.main_inv_freq.dtype == torch.float64
+            module.compress_inv_freq.data = frequencies
 
 
 @torch.inference_mode()
