@@ -16,6 +16,7 @@ from optimized.kernels.launch import INTERPRETER
 pytestmark = pytest.mark.aot
 
 KERNELS = ["quantize", "gemm_fp8", "compress_hca", "compress_csa", "state_write", "attend", "combine"]
+KERNELS += ["norm", "norm_quantize"]
 
 PLANTED = """
 import json

@@ -103,7 +103,7 @@ def _words(flag: str, values: Iterable[str]) -> list[str]:
 
 def cases() -> dict[str, Case]:
     """Every kernel at Pro's widths, with its GPU tiles. Only for a process that compiles."""
-    from . import compress, decode_attention, gemm_fp8, quantize, state_write
+    from . import compress, decode_attention, gemm_fp8, norm, quantize, state_write
 
     tiles = asdict(decode_attention.tiles_for_heads(128))
     join = {"HEAD_DIM": 512, "LANES": 512, "JOIN": tiles.pop("JOIN"), "SPLIT": tiles["SPLIT"]}
@@ -115,8 +115,11 @@ def cases() -> dict[str, Case]:
     written = {"RATIO": 4, **asdict(state_write.GPU)}
     compressor = "ffiiffiiippffxffubiipii"
     gemm = ("N", "K", "x_stride", "w_stride")
+    normed = {"LANES": 8192, **asdict(norm.GPU)}
     return {
         "quantize": Case(quantize.quantize_kernel, "buuiii", asdict(quantize.GPU), ("D", "x_stride")),
+        "norm": Case(norm.norm_kernel, "bfbiiix", normed, ("D", "x_stride")),
+        "norm_quantize": Case(norm.norm_quantize_kernel, "bfbuuiiix", normed, ("D", "x_stride")),
         "gemm_fp8": Case(gemm_fp8.gemm_fp8_kernel, "uuuubiiiiiii", asdict(gemm_fp8.GPU), gemm),
         "compress_hca": Case(compress.compress_kernel, compressor, hca, (*strides, *rows)),
         "compress_csa": Case(compress.compress_kernel, compressor, csa, (*strides, *rows)),

@@ -37,14 +37,20 @@ GPU = Tiles(ROWS=16, GROUPS=1)
 
 
 @triton.jit
+def quantize_tile(value, ROWS: tl.constexpr, GROUPS: tl.constexpr):
+    """float32 [ROWS, GROUPS * 128] -> codes of the same shape and scale bytes [ROWS, GROUPS]."""
+    value = value.reshape(ROWS, GROUPS, 128)
+    scale = e4m3_scale(tl.max(magnitude_bits(value), 2))
+    return e4m3_rn(value * e8m0_inverse(scale)[:, :, None]).reshape(ROWS, GROUPS * 128), scale
+
+
+@triton.jit
 def quantize_kernel(x, codes, scales, T, D, x_stride, ROWS: tl.constexpr, GROUPS: tl.constexpr):
     t = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     d = tl.program_id(1) * GROUPS * 128 + tl.arange(0, GROUPS * 128)
     inside = (t < T)[:, None] & (d < D)[None, :]
     value = bf16_up(tl.load(x + t[:, None] * x_stride + d[None, :], mask=inside, other=0.0))
-    value = value.reshape(ROWS, GROUPS, 128)
-    scale = e4m3_scale(tl.max(magnitude_bits(value), 2))  # [ROWS, GROUPS]
-    code = e4m3_rn(value * e8m0_inverse(scale)[:, :, None]).reshape(ROWS, GROUPS * 128)
+    code, scale = quantize_tile(value, ROWS, GROUPS)
     tl.store(codes + t[:, None] * D + d[None, :], code, mask=inside)
     blocks = (D + 127) // 128
     g = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
