@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "parity": ("parity", "reference", "optimized"),
 }
 LONGEST_FILE, LONGEST_FUNCTION = 400, 80
+SHORTEST_FORMULA = 60  # characters of a function's body
 LARGEST_TOLERANCE = 0.01  # a smaller number on the right of "<" in an assertion is a tolerance
 TOLERANCE_WORDS = {"atol", "rtol", "abs_tol", "rel_tol"}
 # Paths and hosts of the machine this was written on: spelt apart, as this file is searched too.
@@ -64,6 +65,23 @@ def long_functions(source: str) -> list[str]:
     return [f.name for f in functions if (f.end_lineno or 0) - f.lineno >= LONGEST_FUNCTION]
 
 
+def bodies(source: str) -> dict[str, str]:
+    """Function name by what it does: its statements, docstring aside, names of variables and all."""
+    found = {}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef):
+            statements = node.body[1:] if ast.get_docstring(node) is not None else node.body
+            text = "\n".join(ast.unparse(statement) for statement in statements)
+            if len(text) >= SHORTEST_FORMULA:
+                found[text] = node.name
+    return found
+
+
+def shared_bodies(one: str, other: str) -> list[str]:
+    a, b = bodies(one), bodies(other)
+    return sorted(a[text] for text in a.keys() & b.keys())
+
+
 def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
@@ -92,7 +110,15 @@ def test_nothing_points_outside_the_repository() -> None:
     assert not {path: places for path, places in found.items() if places}
 
 
+def test_no_formula_stands_on_both_sides() -> None:
+    """Two derivations of one formula are the point: neither side may be a copy of the other."""
+    sides = ["\n".join(p.read_text() for p in SOURCES if p.relative_to(ROOT).parts[0] == side) for side in PACKAGES[:2]]
+    assert not shared_bodies(*(side.replace("from __future__ import annotations", "") for side in sides))
+
+
 def test_the_checks_see() -> None:
+    formula = "return weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)"
+    assert shared_bodies(f"def f():\n    'doc'\n    {formula}", f"def g():\n    {formula}  # why") == ["f"]
     assert forbidden_imports("reference", "from parity.judge import x\nimport optimized") == ["parity.judge.x", "optimized"]
     assert forbidden_imports("optimized", "from reference.formats import x\nfrom reference.norm import y") == [
         "reference.norm.y"
