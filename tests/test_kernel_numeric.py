@@ -156,3 +156,41 @@ def test_a_wrong_e4m3_rounding_is_seen(tmp_path, edit):
     got = run(wrong.e4m3_rn, x, torch.uint8).view(torch.float8_e4m3fn)
     with pytest.raises(AssertionError):
         assert_same(got, x.clamp(-448, 448).to(torch.float8_e4m3fn))
+
+
+def e2m1_edges() -> torch.Tensor:
+    """All E2M1 values and midpoints of neighbours, one float32 ulp to either side, and the clamp; both signs."""
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    around = with_neighbours(torch.cat([values, (values[1:] + values[:-1]) / 2, torch.tensor([7.0, 1e30, torch.inf])]))
+    return torch.cat([around, -around])
+
+
+@pytest.mark.parametrize("cases", [lambda: float32_cases()[:: 1 << 4], e2m1_edges])
+def test_e2m1_rn_matches_ml_dtypes(cases):
+    x = cases()
+    x = x[~x.isnan()]
+    want = x.clamp(-6, 6).numpy().astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 15
+    assert torch.equal(run(numeric.e2m1_rn, x, torch.uint8), torch.from_numpy(want))
+
+
+def test_e2m1_up_is_exact_for_all_codes():
+    code = torch.arange(16, dtype=torch.uint8)
+    want = torch.from_numpy(code.numpy().view(ml_dtypes.float4_e2m1fn).astype(np.float32))
+    assert_same(run(numeric.e2m1_up, code, torch.float32), want)
+
+
+def test_e2m1_scale_at_every_power_of_two():
+    """amax = 6 * 2^k gives 2^k exactly, one ulp above it the next; zero and what is small give byte 1; no number 255."""
+    exact = 6 * torch.arange(-126, 124).double().exp2().float()
+    above = torch.nextafter(exact, torch.tensor(torch.inf)) * (1 + 2.0**-22)  # past the rounding of the product
+    x = torch.cat([exact, above, torch.tensor([0.0, 1e-40, torch.inf, torch.nan])])
+    got = run(numeric.e2m1_scale, x.view(torch.int32), torch.uint8).int()
+    k = torch.arange(-126, 124) + 127
+    assert torch.equal(got, torch.cat([k, k + 1, torch.tensor([1, 1, 255, 255])]).int())
+
+
+@pytest.mark.parametrize("edit", [("a >= 0.75", "a > 0.75"), ("a > 2.5", "a >= 2.5"), ("a > 5.0", "a > 4.5"), ("28) & 8", "28) & 0")])
+def test_another_tie_of_e2m1_is_seen(tmp_path, edit):
+    wrong = mutant(numeric, tmp_path, edit)
+    want = run(numeric.e2m1_rn, e2m1_edges(), torch.uint8)
+    assert not torch.equal(run(wrong.e2m1_rn, e2m1_edges(), torch.uint8), want)

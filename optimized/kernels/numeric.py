@@ -13,6 +13,8 @@ import triton.language as tl
 INTERP = tl.constexpr(bool(triton.knobs.runtime.interpret))
 RECIPROCAL_E4M3_MAX = tl.constexpr(0.002232142857142857)  # 1/448; becomes fl32(1/448) where it meets a float32
 E4M3_AMAX_FLOOR_BITS = tl.constexpr(0x38D1B717)  # fl32(1e-4)
+RECIPROCAL_E2M1_MAX = tl.constexpr(0.16666666666666666)  # 1/6, likewise
+E2M1_AMAX_FLOOR_BITS = tl.constexpr(0x01C00000)  # 6 * 2^-126
 
 
 @triton.jit
@@ -97,6 +99,30 @@ def e4m3_scale(amax_bits):
     """Magnitude bits of a block's amax -> scale byte: 2^ceil(log2(max(amax, 1e-4) * fl32(1/448)))."""
     floored = tl.maximum(amax_bits, E4M3_AMAX_FLOOR_BITS)
     return e8m0_ceil(floored.to(tl.float32, bitcast=True) * RECIPROCAL_E4M3_MAX)
+
+
+@triton.jit
+def e2m1_scale(amax_bits):
+    """Magnitude bits of a block's amax -> scale byte: 2^ceil(log2(max(amax, 6 * 2^-126) * fl32(1/6)))."""
+    floored = tl.maximum(amax_bits, E2M1_AMAX_FLOOR_BITS)
+    return e8m0_ceil(floored.to(tl.float32, bitcast=True) * RECIPROCAL_E2M1_MAX)
+
+
+@triton.jit
+def e2m1_rn(x):
+    """float32 -> E2M1 code 0..15 (uint8), nearest, ties to the even code, clamped to +-6. NaN has no code."""
+    a = tl.abs(x)
+    low = (a > 0.25).to(tl.uint8) + (a >= 0.75).to(tl.uint8) + (a > 1.25).to(tl.uint8) + (a >= 1.75).to(tl.uint8)
+    high = (a > 2.5).to(tl.uint8) + (a >= 3.5).to(tl.uint8) + (a > 5.0).to(tl.uint8)
+    return low + high + ((x.to(tl.uint32, bitcast=True) >> 28) & 8).to(tl.uint8)
+
+
+@triton.jit
+def e2m1_up(code):
+    """E2M1 code 0..15 (uint8) -> float32, exact."""
+    u = code.to(tl.uint32)
+    x = ((u & 7) << 22).to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126: the biases differ by 126
+    return (x.to(tl.uint32, bitcast=True) | ((u & 8) << 28)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
