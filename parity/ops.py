@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from . import candidates, twins
+from .budget.bounded import ACCUMULATE
 from .cases import PHASES
 from .judge import Stored
 from .step import Step
@@ -24,6 +25,7 @@ CSA = ("csa",)
 MTP = ("mtp",)
 HEAD = ("head",)
 NO_KERNEL = "no kernel yet"
+ARITHMETIC = ACCUMULATE["fp32"]  # of the kernels of `optimized` in the interpreter
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,8 @@ def neighbourhood(config: Config, layer: int) -> tuple[Config, int]:
     that does not need all of them."""
     first = max(0, layer - NEIGHBOURS)
     ratios = config.compress_ratios[first : layer + NEIGHBOURS + 1]
-    return replace(config, num_hidden_layers=len(ratios), compress_ratios=ratios, dspark=None), layer - first
+    small = replace(config, num_hidden_layers=len(ratios), compress_ratios=ratios, num_hash_layers=0, dspark=None)
+    return small, layer - first
 
 
 def pour(

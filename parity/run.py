@@ -17,7 +17,6 @@ from reference.config import Config
 from reference.rounding import profile
 
 from . import cases, ops, records
-from .budget.bounded import ACCUMULATE
 from .flow import Flow, Setting
 from .records import Record
 
@@ -47,7 +46,7 @@ def run(store: WeightStore, request: Request, listen: Listener = lambda done, re
     """All records of a run, the last one its summary. `listen` hears each verdict and the number of layers finished."""
     one_thread()
     began = time.monotonic()
-    setting = Setting(store, profile(request.profile), request.plan, request.ops, ACCUMULATE["fp32"], request.seed)
+    setting = Setting(store, profile(request.profile), request.plan, request.ops, ops.ARITHMETIC, request.seed)
     flow = Flow.start(setting)
     if request.streams == "free-running":
         flow.begin_with_tokens()
@@ -81,7 +80,7 @@ def _header(store: WeightStore, request: Request) -> Record:
         store.config,
         engine=ENGINE,
         profile=profile(request.profile).to_json(),
-        accumulate=ACCUMULATE["fp32"].name,
+        accumulate=ops.ARITHMETIC.name,
         seed=request.seed,
         model_argument=request.model,
         streams=request.streams,

@@ -41,7 +41,8 @@ def reproduce(run: Record, verdict: Record) -> str:
     """A command that judges just this op again, on the same numbers. Free-running streams need the layers before."""
     layer = "all" if run["streams"] == "free-running" else verdict["layer_id"].removeprefix("layer_")
     words = ["v4parity run", "--layers", layer, "--ops", f"'{verdict['op']}'", "--phases", verdict["phase"]]
-    words += ["--lengths", f"'{','.join(map(str, run['lengths']))}'", "--start-pos", f"'{','.join(map(str, run['start_pos']))}'"]
+    for option, values in (("--lengths", run["lengths"]), ("--start-pos", run["start_pos"])):
+        words += [option, f"'{','.join(map(str, values))}'"]
     words += ["--seed", str(run["seed"]), *(["--model", run["model_argument"]] if run["model_argument"] else [])]
     return " ".join(words)
 
