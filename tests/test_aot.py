@@ -17,6 +17,7 @@ pytestmark = pytest.mark.aot
 
 KERNELS = ["quantize", "gemm_fp8", "compress_hca", "compress_csa", "state_write", "attend", "combine"]
 KERNELS += ["norm", "norm_quantize"]
+KERNELS += ["qk_norm_rope", "qk_norm_rope_bf16", "window_write", "inverse_rope"]
 
 PLANTED = """
 import json

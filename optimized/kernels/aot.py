@@ -28,7 +28,7 @@ TARGETS: dict[str, tuple[str, int | str, int]] = {
     "gfx950": ("hip", "gfx950", 64),
 }
 SHARED_LIMIT = {"sm_90": 232448, "sm_100": 232448, "gfx942": 65536, "gfx950": 163840}  # bytes a program may take
-TYPES = {"u": "*u8", "b": "*bf16", "f": "*fp32", "p": "*i32", "i": "i32", "x": "fp32"}
+TYPES = {"u": "*u8", "b": "*bf16", "f": "*fp32", "p": "*i32", "l": "*i64", "i": "i32", "x": "fp32"}
 OPTIONS = ("num_warps", "num_stages")
 MATRIX = re.compile(r"\b(UTC\w*MMA|[HQIO]G?MMA|v_mfma_\w+)")
 REQUIRED = {  # kernel, target -> a matrix instruction that must stand in the code; gfx942 has no FP8 of this kind
@@ -103,7 +103,8 @@ def _words(flag: str, values: Iterable[str]) -> list[str]:
 
 def cases() -> dict[str, Case]:
     """Every kernel at Pro's widths, with its GPU tiles. Only for a process that compiles."""
-    from . import compress, decode_attention, gemm_fp8, norm, quantize, state_write
+    from . import compress, decode_attention, gemm_fp8, hyper_connection, norm, quantize, state_write
+    from .aot_attention import attention_cases
 
     tiles = asdict(decode_attention.tiles_for_heads(128))
     join = {"HEAD_DIM": 512, "LANES": 512, "JOIN": tiles.pop("JOIN"), "SPLIT": tiles["SPLIT"]}
@@ -116,16 +117,26 @@ def cases() -> dict[str, Case]:
     compressor = "ffiiffiiippffxffubiipii"
     gemm = ("N", "K", "x_stride", "w_stride")
     normed = {"LANES": 8192, **asdict(norm.GPU)}
+    streams = asdict(hyper_connection.GPU)
+    spread = {"STREAMS": 4, "ROWS": streams.pop("MIX_ROWS"), "COLS": streams.pop("COLS"), "num_warps": streams["num_warps"]}
+    zx = ("D", "z_stride", "x_stride")
+    mixes = {"STREAMS": 4, "MIXES": 24, "LANES": 32}
     return {
         "quantize": Case(quantize.quantize_kernel, "buuiii", asdict(quantize.GPU), ("D", "x_stride")),
         "norm": Case(norm.norm_kernel, "bfbiiix", normed, ("D", "x_stride")),
         "norm_quantize": Case(norm.norm_quantize_kernel, "bfbuuiiix", normed, ("D", "x_stride")),
+        "hc_project": Case(hyper_connection.project_kernel, "bffiii", mixes | streams, ("D", "x_stride")),
+        "hc_post_project": Case(hyper_connection.post_project_kernel, "bbffbffiiii", mixes | streams, zx),
+        "hc_post": Case(hyper_connection.post_kernel, "bbffbiiii", spread, zx),
+        "hc_mix": Case(hyper_connection.mix_kernel, "fffbbffiiiiixx", mixes | spread, ("D", "x_stride")),
+        "hc_head": Case(hyper_connection.head_kernel, "fffbbiiiixx", {"LANES": 16, **spread}, ("D", "x_stride")),
         "gemm_fp8": Case(gemm_fp8.gemm_fp8_kernel, "uuuubiiiiiii", asdict(gemm_fp8.GPU), gemm),
         "compress_hca": Case(compress.compress_kernel, compressor, hca, (*strides, *rows)),
         "compress_csa": Case(compress.compress_kernel, compressor, csa, (*strides, *rows)),
         "state_write": Case(state_write.state_write_kernel, "ffiiffiiipipfi", written, (*strides, "width")),
         "attend": Case(decode_attention.attend_kernel, "bubiippxfffi", {"HEAD_DIM": 512, "LANES": 512, **tiles}, rows),
         "combine": Case(decode_attention.combine_kernel, "fffpfbii", join),
+        **attention_cases(),
     }
 
 
