@@ -149,7 +149,7 @@ def element_used(c: Tensor, t: Bounded, form: str) -> Tensor:
         return used
     c, t, error = c[suspect], t[suspect], error[suspect]
     excess = (error - ulp(t.largest, form) / 2).clamp_min(0)
-    share = torch.where(excess > 0, excess / t.bound, 0.0)
+    share = torch.where(excess <= 0, 0.0, excess / t.bound)  # NaN is not below
     agree = ~anomalies(c, t.value) & ~torch.isfinite(c)
     used[suspect] = torch.where(agree, 0.0, torch.nan_to_num(share, nan=torch.inf, posinf=torch.inf))
     return used
