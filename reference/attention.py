@@ -18,7 +18,7 @@ from .rope import Rope, rotate
 from .rounding import Sites
 from .state import Batch, CompressorState, LayerState
 
-QUERY_BLOCK = 512  # tokens whose queries and outputs are held at a time
+QUERY_BLOCK = 256  # tokens whose queries and outputs are held at a time
 QUERY_STEP = 64  # tokens that share one stretch of window rows: longer stretches waste products, shorter ones calls
 CORE_ELEMENTS = 1 << 24  # scores, and gathered row elements, held at a time
 
@@ -31,15 +31,18 @@ def sink_attention(q: Tensor, shared: Tensor, hidden: Tensor, picked: Tensor, ab
     [t, n, d] rows of each query's own with absent [t, n]; sink [h]. -> [t, h, d]. Every query sees at least one row.
     The maximum runs over real rows only, which is where the official kernel puts it.
     """
-    scale, n = q.shape[-1] ** -0.5, len(shared)
-    scores = q.new_empty(*q.shape[:2], n + picked.shape[1])  # [t, h, k+n]
-    scores[..., :n] = torch.einsum("thd,kd->thk", q, shared).masked_fill_(hidden[:, None], -torch.inf)
-    scores[..., n:] = torch.einsum("thd,tnd->thn", q, picked).masked_fill_(absent[:, None], -torch.inf)
-    largest = scores.mul_(scale).amax(-1, keepdim=True)
+    n = len(shared)
+    scores = torch.einsum("thd,kd->thk", q, shared).masked_fill_(hidden[:, None], -torch.inf)
+    if picked.shape[1]:
+        more = torch.einsum("thd,tnd->thn", q, picked).masked_fill_(absent[:, None], -torch.inf)
+        scores = torch.cat([scores, more], dim=-1)  # [t, h, k+n]
+    largest = scores.mul_(q.shape[-1] ** -0.5).amax(-1, keepdim=True)
     p = scores.sub_(largest).exp_()
     denominator = p.sum(-1, keepdim=True) + torch.exp(sink[:, None] - largest)  # the sink is not scaled
     p = sites("p", p)
-    out = torch.einsum("thk,kd->thd", p[..., :n], shared) + torch.einsum("thn,tnd->thd", p[..., n:], picked)
+    out = torch.einsum("thk,kd->thd", p[..., :n], shared)
+    if picked.shape[1]:
+        out += torch.einsum("thn,tnd->thd", p[..., n:], picked)
     return out.div_(denominator)
 
 

@@ -29,11 +29,12 @@ def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
     column step: columns sum to 1, rows only nearly.
     """
     c = torch.softmax(logits, dim=2) + eps
-    c = c / (c.sum(1, keepdim=True) + eps)
+    c = c.permute(1, 2, 0).contiguous()  # [j, k, t]: with tokens last, a sum over four is one over long rows
+    c /= c.sum(0, keepdim=True) + eps
     for _ in range(iterations - 1):
-        c = c / (c.sum(2, keepdim=True) + eps)
-        c = c / (c.sum(1, keepdim=True) + eps)
-    return c
+        c /= c.sum(1, keepdim=True) + eps
+        c /= c.sum(0, keepdim=True) + eps
+    return c.permute(2, 0, 1)
 
 
 @dataclass(frozen=True)

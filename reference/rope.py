@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -53,6 +54,7 @@ class Rope:
             return cls(config.rope_theta, config.qk_rope_head_dim, None)
         return cls(config.compress_rope_theta, config.qk_rope_head_dim, config.rope_scaling)
 
+    @lru_cache  # noqa: B019 - a model has two of these
     def frequencies(self, dtype: torch.dtype) -> Tensor:
         """[dim/2] in `dtype`."""
         if self.yarn is None:
@@ -72,13 +74,15 @@ class Rope:
 
 
 def rotate(x: Tensor, table: tuple[Tensor, Tensor], inverse: bool = False) -> Tensor:
-    """Rotate the last channels of x [t, d] or [t, h, d] by the angles of table [t, dim/2]; `inverse` turns back."""
+    """Rotate the last channels of x [t, d] or [t, h, d] by the angles of table [t, dim/2]; `inverse` turns back.
+
+    A pair of channels is a complex number: (even + i·odd)·(cos + i·sin).
+    """
     cos, sin = table
-    if x.ndim == 3:
-        cos, sin = cos[:, None], sin[:, None]  # [t, 1, dim/2]
-    if inverse:
-        sin = -sin
-    dim = 2 * cos.shape[-1]
-    even, odd = x[..., -dim::2], x[..., x.shape[-1] - dim + 1 :: 2]
-    turned = torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1).flatten(-2)
-    return torch.cat([x[..., :-dim], turned], dim=-1)
+    turn = torch.complex(cos, -sin if inverse else sin)
+    turn = turn[:, None] if x.ndim == 3 else turn  # [t, 1, dim/2]
+    dim = 2 * turn.shape[-1]
+    out = x.clone()
+    pairs = torch.view_as_complex(out[..., -dim:].unflatten(-1, (-1, 2)))
+    pairs.mul_(turn)
+    return out
