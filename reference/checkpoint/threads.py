@@ -1,4 +1,7 @@
-"""How many threads a compiled loop gets: waking them costs more than a small tensor. Needs numba."""
+"""How many threads a compiled loop gets: waking them costs more than a small tensor. Needs numba.
+
+numba and torch share one OpenMP runtime, and numba's count would replace torch's: it is put back afterwards.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numba
+import torch
 
 ALONE_BELOW = 1 << 20  # bytes written; about a quarter of a millisecond of work
 
@@ -13,9 +17,10 @@ ALONE_BELOW = 1 << 20  # bytes written; about a quarter of a millisecond of work
 @contextmanager
 def threads_for(nbytes: int) -> Iterator[None]:
     """Compiled loops inside that write `nbytes` bytes run on one thread if that is little, else on all allowed."""
-    allowed = numba.get_num_threads()
+    of_torch, allowed = torch.get_num_threads(), numba.get_num_threads()  # in this order: the second call changes the first
     numba.set_num_threads(1 if nbytes < ALONE_BELOW else allowed)
     try:
         yield
     finally:
         numba.set_num_threads(allowed)
+        torch.set_num_threads(of_torch)

@@ -1,0 +1,20 @@
+"""Compiled loops leave torch's thread count alone, in a process where they are the first to run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+CHILD = """
+import torch
+torch.set_num_threads(1)
+from reference.checkpoint.open import open_store
+open_store("procedural:mini").get("layers.0.ffn.experts.0.w1.weight")
+open_store("procedural:mini").get("embed.weight")
+print(torch.get_num_threads())
+"""
+
+
+def test_drawing_keeps_torchs_thread_count():
+    child = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, check=True)
+    assert child.stdout.split() == ["1"]
