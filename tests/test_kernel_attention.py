@@ -9,10 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import UNIT, gamma, illegal_bf16, mutant, on_device, poison_new_memory
+from row_cases import turned
 
 from optimized.kernels import decode_attention as attention_file
 from optimized.kernels.decode_attention import Tiles
+from optimized.kernels.inverse_rope import inverse_rope
 from optimized.pool import rows
+from optimized.rope import rope_table
+from reference.presets import preset
 
 decode_attention = on_device(attention_file.decode_attention)
 
@@ -21,12 +25,14 @@ SMALL = Tiles(HEADS=16, ROWS=16, SPLIT=64, JOIN=4)
 ONE_STEP = Tiles(HEADS=16, ROWS=64, SPLIT=64, JOIN=16)
 
 
-def pool_rows(n: int, head_dim: int = 512, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Row bytes, rotated channels, and the float64 values they hold; tile scales far apart, one row in nine large."""
+def pool_rows(n: int, head_dim: int = 512, seed: int = 0, build: str = "2buff"):
+    """Rows in both planes of a build, and the float64 values they hold; tile scales far apart, one row in nine large."""
     x = torch.randn(n, head_dim, generator=torch.Generator().manual_seed(seed))
     tile = torch.randint(-5, 2, (n, head_dim // 64), generator=torch.Generator().manual_seed(seed + 1))
     x *= tile.float().exp2().repeat_interleave(64, -1)
     x[::9] *= 4
+    if build == "bf16":
+        return x.bfloat16(), None, x.bfloat16().double()
     nope, rope = rows.encode_2buff(x)
     return nope, rope, rows.decode_2buff(nope, rope).double()
 
@@ -38,12 +44,12 @@ def lists(lengths: list[int], n: int, seed: int = 0) -> tuple[torch.Tensor, torc
     return torch.cat(picks).int(), torch.tensor([0, *lengths]).cumsum(0).int()
 
 
-def expected(q, values, indices, indptr, sink, scale) -> tuple[torch.Tensor, torch.Tensor]:
+def expected(q, values, indices, indptr, sink, scale, turn=None) -> tuple[torch.Tensor, torch.Tensor]:
     """float64 output and the bound of a float32 evaluation with bfloat16 numerators.
 
     Per row: the score is off by gamma(d + 2) of its absolute sum, so its weight by as much, by the rounding of its
     distance to the maximum, by exp (8 roundings a tile passed, at most one tile in 16 rows and a join), by the sum of n.
-    The numerator also by P_ROUNDING.
+    The numerator also by P_ROUNDING. `turn`: the inverse RoPE by these cosines and sines of the float32 result.
     """
     out, bound = torch.zeros(q.shape, dtype=torch.float64), torch.zeros(q.shape, dtype=torch.float64)
     for t in range(len(q)):
@@ -64,12 +70,12 @@ def expected(q, values, indices, indptr, sink, scale) -> tuple[torch.Tensor, tor
         lower = (p * relative).sum(1, keepdim=True) + zero * sink_relative
         numerator = (p * (relative + P_ROUNDING)) @ row.abs() + n * 2.0**-134 * row.abs().amax()
         bound[t] = (numerator / denominator + out[t].abs() * (lower / denominator + 2 * UNIT)) * (1 + 2.0**-7)
-    return out, bound
+    return (out, bound) if turn is None else turned(out, bound, turn[0][:, None].double(), -turn[1][:, None].double())
 
 
-def case(heads: int, lengths: list[int], head_dim: int = 512, n: int = 700, seed: int = 0):
+def case(heads: int, lengths: list[int], head_dim: int = 512, n: int = 700, seed: int = 0, build: str = "2buff"):
     """q, rows, lists, sink and scale: scores a few units apart, sinks from negligible to dominant."""
-    nope, rope, values = pool_rows(n, head_dim, seed)
+    nope, rope, values = pool_rows(n, head_dim, seed, build)
     indices, indptr = lists(lengths, n, seed)
     generator = torch.Generator().manual_seed(seed + 7)
     q = (2 * torch.randn(len(lengths), heads, head_dim, generator=generator)).bfloat16()
@@ -79,9 +85,9 @@ def case(heads: int, lengths: list[int], head_dim: int = 512, n: int = 700, seed
 
 def faults(args, values, scale, attention=decode_attention, **how) -> str:
     """What is wrong with the kernel's answer; empty if nothing is."""
-    q, _, _, indices, indptr, sink = args
+    q, _, _, indices, indptr, sink, *turn = args
     got = attention(*args, scale=scale, **how)
-    want, bound = expected(q, values, indices, indptr, sink, scale)
+    want, bound = expected(q, values, indices, indptr, sink, scale, turn or None)
     if illegal_bf16(got, want, bound).any():
         return "outside the bound"
     empty = indptr.diff() == 0
@@ -128,6 +134,32 @@ def test_any_lengths_heads_and_tiles(lengths, heads, rows_of_tile, split, seed):
 def test_attention_of_other_head_widths(head_dim):
     args, values, scale = case(8, [3, 0, 90], head_dim)
     assert faults(args, values, scale, tiles=SMALL) == ""
+
+
+def turn_of(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of positions from 0 to far."""
+    return rope_table(preset("mini"), 2, torch.tensor([65_536, 0, 999_999, 4097, 1] * tokens)[:tokens])
+
+
+@pytest.mark.parametrize("build", ["2buff", "bf16"])
+@pytest.mark.parametrize("tiles", [None, SMALL])
+@pytest.mark.parametrize("head_dim", [512, 192])
+def test_both_builds_and_the_fused_inverse_rope(build, tiles, head_dim):
+    args, values, scale = case(8, [3, 0, 90, 64, 17], head_dim, build=build)
+    assert faults(args, values, scale, tiles=tiles) == ""
+    assert faults((*args, *turn_of(5)), values, scale, tiles=tiles) == ""
+
+
+def test_rotating_after_the_rounding_is_another_result():
+    """Why the inverse RoPE is fused: rounding twice leaves the legal range that one rounding has."""
+    args, values, scale = case(16, [300, 200, 250])
+    turn = turn_of(3)
+    twice = inverse_rope(decode_attention(*args, scale=scale), *turn)
+    once = decode_attention(*args, *turn, scale=scale)
+    want, _ = expected(args[0], values, *args[3:], scale, turn)
+    error = [(x.double() - want)[..., -64:].square().mean() for x in (twice, once)]
+    assert error[0] > 1.2 * error[1]
+    assert torch.equal(twice[..., :-64], once[..., :-64])
 
 
 def test_attention_at_the_real_widths_of_pro():
@@ -241,10 +273,13 @@ MISTAKES = {
                        "acc = tl.zeros((JOIN, LANES), tl.float32)\n    for part in range(0, tl.minimum(used, parts) - 1)"),
     "dead lanes count": ("s = tl.where(live[None, :], s, float(\"-inf\"))", "s = s"),
     "last row lost": ("live = j < tl.minimum(end, start + SPLIT)", "live = j < tl.minimum(end - 1, start + SPLIT)"),
-    "neighbour's scale": ("nope + NOPE + 2 * tile,", "nope + NOPE + 2 * tile + 2,"),
+    "neighbour's scale": ("main + NOPE + 2 * tile,", "main + NOPE + 2 * tile + 2,"),
     "rotated channels left out of the score": ("LANES)), rotated)", "LANES)), tl.zeros_like(rotated))"),
     "score not scaled": ("tl.zeros((HEADS, ROWS), tl.float32)) * scale", "tl.zeros((HEADS, ROWS), tl.float32))"),
     "output truncated": ("bf16_rn(result)", "result.to(tl.bfloat16)"),
+    "rotated forwards": ("token, head, -1.0", "token, head, 1.0"),
+    "rotated as token 0": ("token = t + tl", "token = t * 0 + tl"),
+    "not rotated back": ("if TURN:", "if not TURN:"),
     "another token's query": ("q + (t * H + h)", "q + h"),
 }  # fmt: skip
 
@@ -253,4 +288,5 @@ MISTAKES = {
 def test_planted_mistakes_are_seen(tmp_path, mistake):
     wrong = mutant(attention_file, tmp_path, MISTAKES[mistake])
     args, values, scale = case(8, [70, 0, 33])
+    args = (*args, *turn_of(3))
     assert faults(args, values, scale, attention=on_device(wrong.decode_attention), tiles=Tiles(HEADS=16, ROWS=16, SPLIT=32))

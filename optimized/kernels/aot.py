@@ -35,11 +35,15 @@ REQUIRED = {  # kernel, target -> a matrix instruction that must stand in the co
     ("gemm_fp8", "sm_90"): r"[QH]GMMA",
     ("gemm_fp8", "sm_100"): r"UTC\w*MMA",
     ("gemm_fp8", "gfx950"): r"v_mfma_\w*f8f6f4",
-    ("attend", "sm_90"): r"HG?MMA",
-    ("attend", "sm_100"): r"HMMA|UTC\w*MMA",
-    ("attend", "gfx942"): r"v_mfma_\w*bf16",
-    ("attend", "gfx950"): r"v_mfma_\w*bf16",
 }
+BF16_PRODUCT = {
+    "sm_90": r"HG?MMA",
+    "sm_100": r"HMMA|UTC\w*MMA",
+    "gfx942": r"v_mfma_\w*bf16",
+    "gfx950": r"v_mfma_\w*bf16",
+}
+for _name in ("attend", "attend_bf16", "attend_step", "attend_step_bf16"):
+    REQUIRED |= {(_name, target): pattern for target, pattern in BF16_PRODUCT.items()}
 
 
 @dataclass(frozen=True)
@@ -103,11 +107,9 @@ def _words(flag: str, values: Iterable[str]) -> list[str]:
 
 def cases() -> dict[str, Case]:
     """Every kernel at Pro's widths, with its GPU tiles. Only for a process that compiles."""
-    from . import compress, decode_attention, gemm_fp8, hyper_connection, norm, quantize, state_write
+    from . import compress, gemm_fp8, hyper_connection, norm, quantize, state_write
     from .aot_attention import attention_cases
 
-    tiles = asdict(decode_attention.tiles_for_heads(128))
-    join = {"HEAD_DIM": 512, "LANES": 512, "JOIN": tiles.pop("JOIN"), "SPLIT": tiles["SPLIT"]}
     strides = ("kv_stride", "score_stride", "kv_slot_stride", "score_slot_stride")
     rows = ("nope_stride", "rope_stride")
     group = {"HEAD_DIM": 512, "LANES": 512, **asdict(compress.GPU)}
@@ -129,13 +131,11 @@ def cases() -> dict[str, Case]:
         "hc_post_project": Case(hyper_connection.post_project_kernel, "bbffbffiiii", mixes | streams, zx),
         "hc_post": Case(hyper_connection.post_kernel, "bbffbiiii", spread, zx),
         "hc_mix": Case(hyper_connection.mix_kernel, "fffbbffiiiiixx", mixes | spread, ("D", "x_stride")),
-        "hc_head": Case(hyper_connection.head_kernel, "fffbbiiiixx", {"LANES": 16, **spread}, ("D", "x_stride")),
+        "hc_head": Case(hyper_connection.head_kernel, "fffbbiiiixx", {"STREAMS": 4, "LANES": 16, **spread}, ("D", "x_stride")),
         "gemm_fp8": Case(gemm_fp8.gemm_fp8_kernel, "uuuubiiiiiii", asdict(gemm_fp8.GPU), gemm),
         "compress_hca": Case(compress.compress_kernel, compressor, hca, (*strides, *rows)),
         "compress_csa": Case(compress.compress_kernel, compressor, csa, (*strides, *rows)),
         "state_write": Case(state_write.state_write_kernel, "ffiiffiiipipfi", written, (*strides, "width")),
-        "attend": Case(decode_attention.attend_kernel, "bubiippxfffi", {"HEAD_DIM": 512, "LANES": 512, **tiles}, rows),
-        "combine": Case(decode_attention.combine_kernel, "fffpfbii", join),
         **attention_cases(),
     }
 

@@ -15,7 +15,14 @@ ROWS = ("main_stride", "rope_stride")
 
 def attention_cases() -> dict[str, Case]:
     """Kernel name -> case. Only for a process that compiles."""
-    from . import inverse_rope, qk_norm_rope, window_write
+    from . import decode_attention, inverse_rope, qk_norm_rope, window_write
+
+    tiles = asdict(decode_attention.tiles_for_heads(128))
+    join = {**HEAD, "JOIN": tiles.pop("JOIN"), "SPLIT": tiles["SPLIT"]}
+    core = "iippxfffi"
+    attend = decode_attention.attend_kernel
+    strides = (*ROWS, "step_main_stride", "step_rope_stride")
+    step, pool = {"TWO_SOURCES": True, **HEAD, **tiles}, {"TWO_SOURCES": False, **HEAD, **tiles}
 
     fused = {**HEAD, **asdict(qk_norm_rope.GPU)}
     projections = ("q_stride", "kv_stride")
@@ -34,4 +41,9 @@ def attention_cases() -> dict[str, Case]:
         "inverse_rope": Case(
             inverse_rope.inverse_rope_kernel, "bffbiiii", {**HEAD, **asdict(inverse_rope.GPU)}, ("x_stride", "out_stride"),
         ),
+        "attend": Case(attend, "bubiiub" + core, {"BF16": False, **pool}, strides),
+        "attend_bf16": Case(attend, "bbbiibb" + core, {"BF16": True, **pool}, strides),
+        "attend_step": Case(attend, "bubiiub" + core, {"BF16": False, **step}, strides),
+        "attend_step_bf16": Case(attend, "bbbiibb" + core, {"BF16": True, **step}, strides),
+        "combine": Case(decode_attention.combine_kernel, "fffpfffbii", {"TURN": True, **join}),
     }  # fmt: skip

@@ -77,6 +77,7 @@ def attention_lists(
     slots: Ints,
     block_table: Ints,
     picks: Ints | None = None,
+    step: tuple[Ints, Ints] | None = None,
 ) -> tuple[Ints, Ints]:
     """Rows each token attends to, as CSR: indices int32, relative to the base of any layer of the kind, and indptr
     int32 [t+1]. One token's slice is [compressed rows ascending | window rows ascending].
@@ -84,6 +85,9 @@ def attention_lists(
     positions, batch_ids [t] (-1 = padding, an empty slice); slots [b] slot positions; block_table [b, blocks]; picks
     [t, k] chosen CSA entries in any order, of which the first min(visible, top-k) count. Every token sees
     (position+1)//ratio compressed rows, also inside a verify step.
+
+    step: number of the first token of each sequence in this step, and its position, both [b]. With it, a window row that
+    this step brings is no row of the pool: row r of the step's payload stands as -1 - r.
     """
     positions, batch_ids = np.asarray(positions, np.int64), np.asarray(batch_ids, np.int64)
     live = batch_ids >= 0
@@ -102,5 +106,8 @@ def attention_lists(
     token, j = _runs(windows)
     window_position = positions[token] - windows[token] + 1 + j
     rows = geometry.window_index(kind, np.asarray(slots, np.int64)[batch_ids[token]], window_position)
+    if step is not None:
+        first, start = (np.asarray(x, np.int64)[batch_ids[token]] for x in step)
+        rows = np.where(window_position >= start, -1 - (first + window_position - start), rows)
     indices[indptr[token] + count[token] + j] = rows
     return indices, indptr.astype(np.int32)
