@@ -103,7 +103,7 @@ def synthetic_state(attn: Attention, position: int, sites: Sites, generator: tor
     n = min(position, attn.sliding_window - 1)
     raw = torch.randn(n, attn.head_dim, generator=generator, dtype=torch.float64)
     table = attn.rope.table(torch.arange(position - n, position), torch.float64, sites)
-    window = sites("kv", rotate(rms_norm(raw, attn.kv_norm, attn.eps), table), keep=attn.rope.dim)
+    window = sites("kv", rotate(rms_norm(raw, attn.kv_norm, attn.eps), table), spare=attn.rope.dim)
     index = attn.indexer.compressor if attn.indexer else None
     at = sites.at("compressor"), sites.at("indexer").at("compressor")
     parts = [_synthetic_compressor(c, position, s, generator) for c, s in zip((attn.compressor, index), at, strict=True)]
@@ -120,10 +120,14 @@ def _synthetic_compressor(
     pooled = torch.randn(finished, compressor.norm.shape[0], generator=generator, dtype=torch.float64)
     rows = compressor.finish(pooled, 0, sites) if finished else start.rows
     held = position - finished * compressor.ratio + (compressor.ratio if compressor.overlapping and finished else 0)
-    values, gates = torch.randn(2, held, compressor.ape.shape[1], generator=generator, dtype=torch.float64).float().double()
+    values, gates = torch.randn(2, held, compressor.ape.shape[1], generator=generator, dtype=torch.float64)
+    gates = 2 * gates
+    if position % 3 == 0:  # tokens so faint, and so dear to the gates, that the norm's epsilon shows
+        values, gates = values * 2.0**-12, gates + 16
+    values, gates = values.float().double(), gates.float().double()
     if compressor.overlapping and not finished:
         values, gates = torch.cat([start.values, values]), torch.cat([start.gates, gates])
-    return CompressorState(values, 2 * gates, rows)
+    return CompressorState(values, gates, rows)
 
 
 def layer_numbers(text: str, config: Config) -> list[int]:

@@ -180,7 +180,7 @@ def test_a_state_write_to_the_wrong_ring_row_is_found(monkeypatch):
 @pytest.mark.parametrize(
     "edit",
     [
-        ("mask=head, other=0.0) - peak", "mask=head, other=0.0) * 0.044 - peak"),  # sink scaled like a score
+        ("h, mask=head, other=0.0) - peak", "h, mask=head, other=0.0) * 0.044 - peak"),  # sink scaled like a score
         ("total = total * carry + tl.sum(p, 1)", "total = total * carry + tl.sum(tl.where(j > start, p, 0.0), 1)"),
     ],
 )

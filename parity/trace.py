@@ -1,0 +1,185 @@
+"""What any engine hands in to be judged: a directory with `manifest.json` and safetensors files. Source: docs/judge.md §11.
+
+Readable and writable in a few lines without this package. Reading is strict: a tap nobody knows, a size that does not
+fit, a missing profile are refused, not guessed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from reference.config import Config
+from reference.errors import BadInput
+from reference.rounding import Profile
+
+from .cases import PHASES
+from .judge import AXES
+from .ops import known_taps
+
+VERSION = 1
+MANIFEST = "manifest.json"
+TENSORS = "tensors.safetensors"
+# Storage format -> dtype of the file: codes and scales travel as bytes.
+STORAGE = {
+    "f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16, "e4m3": torch.uint8, "e8m0": torch.uint8,
+    "e2m1x2": torch.uint8, "2buff": torch.uint8, "i32": torch.int32, "i64": torch.int64,
+}  # fmt: skip
+LAYOUTS = ("plain",)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Which part of an axis this tensor is: the letter, the part and how many there are."""
+
+    axis: str
+    index: int
+    count: int
+
+
+@dataclass(frozen=True)
+class TraceTensor:
+    """One captured tensor. `tap` is its full name (`layers.30.attn.q`), `positions` those of its tokens, `dims` its axis
+    letters; `partial_sum`: the sum over all shards is meant."""
+
+    key: str
+    tap: str
+    layer: int
+    phase: str
+    request: int
+    positions: tuple[int, ...]
+    dims: str
+    storage: str
+    shape: tuple[int, ...]
+    file: str = TENSORS
+    layout: str = "plain"
+    shard: Shard | None = None
+    partial_sum: bool = False
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A trace directory: who computed what of which model, by which rounding contract."""
+
+    engine: str
+    model: str
+    config: Mapping[str, Any]
+    config_sha256: str
+    profile: Profile
+    tensors: tuple[TraceTensor, ...]
+    root: Path = field(default=Path(), compare=False)
+
+    def get(self, tensor: TraceTensor) -> Tensor:
+        """Raises BadInput where the file does not hold what the manifest says."""
+        path = self.root / tensor.file
+        try:
+            with safe_open(path, framework="pt") as file:
+                value: Tensor = file.get_tensor(tensor.key)
+        except (SafetensorError, OSError) as error:
+            raise BadInput(f"{path}: {tensor.key}: {error}") from None
+        if value.dtype != STORAGE[tensor.storage] or tuple(value.shape) != tensor.shape:
+            said = f"{tensor.storage} {list(tensor.shape)}"
+            raise BadInput(f"{path}: {tensor.key} is {value.dtype} {list(value.shape)}, the manifest says {said}")
+        return value
+
+
+def write_trace(path: Path, trace: Trace, values: Mapping[str, Tensor]) -> None:
+    """All tensors into one file, the manifest beside it; nothing stands at `path` before all of it does.
+
+    Raises BadInput where `path` exists or the manifest would not be read back.
+    """
+    if path.exists():
+        raise BadInput(f"{path}: exists; a trace is never overwritten")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent))
+    try:
+        save_file({key: value.contiguous() for key, value in values.items()}, partial / TENSORS)
+        (partial / MANIFEST).write_text(json.dumps(_to_json(trace), indent=1) + "\n")
+        written = read_trace(partial)
+        for tensor in written.tensors:
+            written.get(tensor)
+        partial.chmod(0o755)
+        partial.rename(path)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _to_json(trace: Trace) -> dict[str, Any]:
+    return {
+        "schema": VERSION, "engine": trace.engine, "model": trace.model, "config": dict(trace.config),
+        "config_sha256": trace.config_sha256, "profile": trace.profile.to_json(),
+        "tensors": [asdict(tensor) for tensor in trace.tensors],
+    }  # fmt: skip
+
+
+def read_trace(path: Path) -> Trace:
+    """Parse and check a manifest; tensors are read when asked for. Raises BadInput with the first thing that is wrong."""
+    manifest = path / MANIFEST
+    try:
+        table = json.loads(manifest.read_text())
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{manifest}: not readable as JSON: {error}") from None
+    if not isinstance(table, dict) or table.get("schema") != VERSION:
+        raise BadInput(f"{manifest}: expected a manifest of schema version {VERSION}")
+    missing = [key for key in ("engine", "model", "config", "config_sha256", "profile", "tensors") if not table.get(key)]
+    if missing:
+        raise BadInput(f"{manifest}: no {missing[0]}; it is not guessed")
+    try:
+        Config.from_dict(table["config"])
+        tensors = tuple(_tensor(entry, path) for entry in table["tensors"])
+        profile = Profile.from_json(table["profile"])
+    except BadInput as error:
+        raise BadInput(f"{manifest}: {error}") from None
+    return Trace(table["engine"], table["model"], table["config"], table["config_sha256"], profile, tensors, path)
+
+
+def _tensor(entry: Any, root: Path) -> TraceTensor:
+    """Raises BadInput, naming the tensor."""
+    name = entry.get("key") if isinstance(entry, Mapping) else entry
+    try:
+        shard = Shard(**entry["shard"]) if entry.get("shard") else None
+        known = {**entry, "shard": shard, "positions": tuple(entry["positions"]), "shape": tuple(entry["shape"])}
+        tensor = TraceTensor(**known)
+    except (TypeError, KeyError, AttributeError) as error:
+        raise BadInput(f"tensor {name!r}: {error}") from None
+    wrong = _complaint(tensor, root)
+    if wrong:
+        raise BadInput(f"tensor {name!r}: {wrong}")
+    return tensor
+
+
+def _complaint(t: TraceTensor, root: Path) -> str | None:
+    """What is wrong with an entry, or None."""
+    if local_tap(t.tap) not in known_taps():
+        return f"unknown tap {t.tap!r}"
+    if t.storage not in STORAGE or t.layout not in LAYOUTS:
+        return f"unknown storage {t.storage!r} or layout {t.layout!r}"
+    if t.phase not in PHASES:
+        return f"unknown phase {t.phase!r}"
+    if len(t.dims) != len(t.shape) or any(letter not in AXES for letter in t.dims):
+        return f"dims {t.dims!r} do not name the {len(t.shape)} axes of {list(t.shape)}"
+    if "t" in t.dims and t.shape[t.dims.index("t")] != len(t.positions):
+        return f"{len(t.positions)} positions for {t.shape[t.dims.index('t')]} tokens"
+    if t.shard and not (t.shard.axis in t.dims and 0 <= t.shard.index < t.shard.count):
+        return f"shard {t.shard.index} of {t.shard.count} along {t.shard.axis!r}"
+    if not (root / t.file).resolve().is_relative_to(root.resolve()) or not (root / t.file).is_file():
+        return f"no file {t.file!r} inside the trace"
+    return None
+
+
+def local_tap(tap: str) -> str:
+    """A tap's name inside its block: `layers.30.attn.q` -> `attn.q`; experts lose their number."""
+    inside = re.sub(r"^(layers\.\d+|mtp\.\d+\.block|mtp\.\d+)\.", "", tap)
+    return re.sub(r"\bexperts\.\d+\.", "experts.", inside)

@@ -1,0 +1,216 @@
+"""The main job from its command line: exit codes, records and their schema, reports."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+
+import jsonschema
+import pytest
+import torch
+
+from parity import candidates, cli, records
+from parity.report.html import render, step
+from parity.report.terminal import reproduce
+from reference.presets import preset
+
+SMALL = ["run", "--model", "procedural:mini", "--layers", "2", "--lengths", "5", "--start-pos", "127"]
+ONE = ["--ops", "attn.wq_a*", "--phases", "decode"]
+
+
+def run(tmp_path, *words: str, name: str = "run") -> tuple[int, list[records.Record]]:
+    code = cli.main([*words, "--out", str(tmp_path / name)])
+    path = tmp_path / name
+    return code, records.read_lines(path) if (path / records.FILE).exists() else []
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory) -> tuple[int, list[records.Record]]:
+    """A CSA layer of mini, every op and phase."""
+    return run(tmp_path_factory.mktemp("clean"), *SMALL)
+
+
+@pytest.fixture
+def broken_gemm(monkeypatch) -> None:
+    honest = candidates.gemm_fp8
+
+    def wrong(codes, scales, weight_codes, weight_scales):
+        y = honest(codes, scales, weight_codes, weight_scales)
+        y.view(torch.int16)[0, 40] += 1
+        return y
+
+    monkeypatch.setattr(candidates, "gemm_fp8", wrong)
+
+
+def test_exit_0_when_all_is_judged_and_passes(clean):
+    code, said = clean
+    assert code == 0 and said[-1]["exit_code"] == 0
+    verdicts = [r for r in said if r["record"] == "verdict"]
+    assert len(verdicts) == said[-1]["judged"] == said[-1]["passed"] > 60
+    assert {r["op"] for r in verdicts} >= {"attn.wq_a.input", "attn.wq_a", "attn.compressor.row", "attn.core"}
+    assert {r["phase"] for r in verdicts} == {"prefill", "decode", "verify", "chunk"}
+
+
+def test_what_did_not_run_is_listed_with_its_reason(clean):
+    missing = {r["op"]: r for r in clean[1] if r["record"] == "not_run"}
+    judged = {r["op"] for r in clean[1] if r["record"] == "verdict"}
+    assert {"attn.wo_a", "ffn.experts.w1", "hc_attn.pre", "head.logits"} <= set(missing)
+    assert all(r["reason"] for r in missing.values()) and clean[1][-1]["not_run"] == len(set(missing) - judged)
+    assert any("synthetic" in note for note in clean[1][-1]["notes"])
+
+
+def test_exit_1_when_a_verdict_fails_and_the_record_names_the_place(tmp_path, broken_gemm):
+    code, said = run(tmp_path, *SMALL, *ONE)
+    (failed,) = [r for r in said if r["record"] == "verdict" and r["verdict"] == "fail"]
+    assert code == 1 and (failed["op"], failed["layer_id"], failed["phase"]) == ("attn.wq_a", "layer_02", "decode")
+    worst = failed["outputs"][0]["worst"]
+    assert worst == {"token": 0, "channel": 40, "sequence": 0, "position": 5, "channels": [40, 41]}
+    assert "attn.wq_a" in render(said) and "class=\"bad\"" in render(said)
+    again = reproduce(said[0], failed).split()
+    assert again[:4] == ["v4parity", "run", "--layers", "02"]
+    words = [word.strip("'") for word in again[1:]]
+    assert cli.main([*words, "--out", str(tmp_path / "again")]) == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--ops", "attn.nothing"],
+        ["--phases", "later"],
+        ["--layers", "77"],
+        ["--layers", "x-"],
+        ["--lengths", "0"],
+        ["--lengths", "", "--start-pos", ""],
+        ["--start-pos", "1048576"],
+        ["--profile", "official"],
+    ],
+)
+def test_exit_2_for_a_word_that_means_nothing(tmp_path, words, capsys):
+    assert run(tmp_path, *SMALL, *words) == (2, [])
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("option", ["--resume", "--candidate=x", "--device=cuda", "--ids-file=f"])
+def test_exit_2_for_an_option_that_does_not_exist_yet(tmp_path, option):
+    with pytest.raises(SystemExit) as stop:
+        run(tmp_path, *SMALL, option)
+    assert stop.value.code == 2
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--ops", "ffn.experts.w1,attn.wq_a"],  # no kernel for one of two
+        ["--layers", "0", "--ops", "attn.compressor.row"],  # no such op in a window layer
+        ["--ops", "attn.core", "--phases", "prefill"],  # no kernel for this phase
+        [*ONE, "--ops", "*", "--gate"],
+    ],
+)
+def test_exit_3_when_something_requested_did_not_run(tmp_path, words):
+    code, said = run(tmp_path, *SMALL, "--phases", "decode", *words)
+    assert code == 3 and any(r["required"] for r in said if r["record"] == "not_run")
+    assert "Incomplete" in render(said)
+
+
+def test_exit_4_for_bad_input(tmp_path, capsys):
+    assert cli.main(["run", "--model", str(tmp_path / "absent"), "--out", str(tmp_path / "a")]) == 4
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / records.FILE).write_text("{}")
+    assert cli.main([*SMALL, *ONE, "--out", str(tmp_path / "used")]) == 4
+    assert cli.main(["report", str(tmp_path)]) == 4
+    assert capsys.readouterr().err.count("v4parity:") == 3
+
+
+def test_records_are_the_same_twice_and_fit_the_schema(tmp_path, clean):
+    first, second = (run(tmp_path, *SMALL, *ONE, name=name)[1] for name in "ab")
+    assert [records.deterministic(r) for r in first] == [records.deterministic(r) for r in second]
+    check = jsonschema.Draft202012Validator(records.schema())
+    check.check_schema(records.schema())
+    for record in [*clean[1], *first]:
+        check.validate(record)
+    for wrong in ({"record": "verdict"}, {**clean[1][1], "verdict": "maybe"}, {**clean[1][-1], "extra": 1}):
+        assert not check.is_valid(wrong)
+
+
+def test_failing_records_fit_the_schema(tmp_path, broken_gemm):
+    check = jsonschema.Draft202012Validator(records.schema())
+    for record in run(tmp_path, *SMALL, *ONE)[1]:
+        check.validate(record)
+
+
+def test_a_seed_changes_the_numbers(tmp_path):
+    one, two = (run(tmp_path, *SMALL, *ONE, "--seed", seed, name=seed)[1] for seed in "12")
+    assert [r["relative_l2"] for r in one if r["record"] == "verdict"] != [
+        r["relative_l2"] for r in two if r["record"] == "verdict"
+    ]
+
+
+def test_infinity_is_written_as_null(tmp_path):
+    assert records.finite_or_none(math.inf) is None
+    with pytest.raises(ValueError):
+        records.write_lines(tmp_path / records.FILE, [{"x": math.inf}])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"record": "run", "schema": 99}'])
+def test_damaged_records_are_refused(tmp_path, text):
+    (tmp_path / records.FILE).write_text(text)
+    assert cli.main(["report", str(tmp_path)]) == 4
+
+
+class Page(HTMLParser):
+    """Checks that tags close, and collects what the page loads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.loads: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        self.loads += [value for name, value in attrs if name in ("src", "href")]
+        if tag not in ("meta", "br", "input"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        pass
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_whole_and_loads_nothing(clean):
+    text = render(clean[1])
+    page = Page()
+    page.feed(text)
+    assert page.open == [] and page.loads == []
+    assert not re.search(r"https?://|@import|url\(", text)
+    assert "prefers-color-scheme: dark" in text and 'name="viewport"' in text
+    assert text.count("<tr><td") >= clean[1][-1]["judged"]
+
+
+def test_text_in_records_is_escaped(clean):
+    said = json.loads(json.dumps(clean[1]))
+    said[0]["model"] = "<script>alert(1)</script>"
+    assert "<script>alert" not in render(said) and "&lt;script&gt;alert" in render(said)
+
+
+def test_report_renders_a_run_again(tmp_path, capsys):
+    run(tmp_path, *SMALL, *ONE)
+    first = (tmp_path / "run" / "index.html").read_text()
+    assert cli.main(["report", str(tmp_path / "run"), "--html"]) == 0
+    assert (tmp_path / "run" / "index.html").read_text() == first
+    capsys.readouterr()
+    assert cli.main(["report", str(tmp_path / "run")]) == 0
+    out = capsys.readouterr().out
+    assert "attn.wq_a" in out and "layer_02" in out and "not run" not in out.split("note")[0]
+
+
+def test_heat_steps_at_their_limits():
+    assert [step(x) for x in (0.0, 0.03, 0.031, 0.1, 0.3, 0.31, 1.0, 1.01, math.inf)] == [0, 1, 2, 2, 3, 4, 4, 5, 5]
+
+
+def test_config_digest_tells_configurations_apart():
+    digests = {records.config_digest(preset(name)) for name in ("mini", "v4-pro-slim", "v4-pro", "v4-flash")}
+    assert len(digests) == 4
