@@ -95,7 +95,7 @@ class Attention:
     def window_rows(self, x: Tensor, table: tuple[Tensor, Tensor], sites: Sites) -> Tensor:
         """The raw row of each token [t, d]: project, norm, RoPE, quantise (the rotated channels spared)."""
         kv = sites("kv_norm", rms_norm(project(self.wkv, x, sites, "wkv"), self.kv_norm, self.eps))
-        return sites("kv", rotate(kv, table), keep=self.rope.dim)
+        return sites("kv", rotate(kv, table), spare=self.rope.dim)
 
     def extend(self, x: Tensor, kv: Tensor, batch: Batch, states: list[LayerState],
                sites: Sites) -> tuple[list[LayerState], list[Rows]]:  # fmt: skip

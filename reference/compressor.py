@@ -34,7 +34,7 @@ def overlap(blocks: Tensor) -> Tensor:
 class Compressor:
     """Weights of a compressor: wkv, wgate [c*dh, D], ape [r, c*dh], norm [dh]; c = 2 with overlap (ratio 4), else 1.
 
-    `rotated`: rows are index keys, turned by a Hadamard matrix, instead of attention rows.
+    `index_keys`: rows are index keys, turned by a Hadamard matrix, instead of attention rows.
     """
 
     wkv: Linear
@@ -44,7 +44,7 @@ class Compressor:
     ratio: int
     rope: Rope
     eps: float
-    rotated: bool
+    index_keys: bool
 
     @property
     def overlapping(self) -> bool:
@@ -84,6 +84,6 @@ class Compressor:
         rows = sites("norm", rms_norm(sites("pooled", pooled), self.norm, self.eps))
         positions = self.ratio * torch.arange(first, first + len(rows), device=rows.device)
         rows = rotate(rows, self.rope.table(positions, rows.dtype, sites))
-        if self.rotated:
+        if self.index_keys:
             return sites("row", sites("hadamard", hadamard(sites("rotated", rows))))
-        return sites("row", rows, keep=self.rope.dim)
+        return sites("row", rows, spare=self.rope.dim)

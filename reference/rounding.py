@@ -71,14 +71,14 @@ class Rounding:
         if (self.scale, self.ties) != ("ceil", "even"):
             raise BadInput(f"rounding profile: scale rule {self.scale!r} with ties {self.ties!r} is not defined here")
 
-    def __call__(self, x: Tensor, carrier: str, keep: int = 0) -> Tensor:
+    def __call__(self, x: Tensor, carrier: str, spare: int = 0) -> Tensor:
         """Round x [..., n], keeping its dtype. `carrier` is the format in which a quantiser receives its input."""
         if self.format in DTYPES:
             return _plain(x, self.format)
-        if keep:
-            spared = x[..., -keep:]
+        if spare:
+            spared = x[..., -spare:]
             spared = _plain(spared, self.kept) if self.kept else spared
-            return torch.cat([self(x[..., :-keep], carrier), spared], dim=-1)
+            return torch.cat([self(x[..., :-spare], carrier), spared], dim=-1)
         return self._through_codes(_plain(x.float(), carrier)).to(x.dtype)
 
     def _through_codes(self, x: Tensor) -> Tensor:
@@ -180,11 +180,11 @@ class Sites:
         number = "" if index is None else f"{index}."
         return Sites(self.profile, self.tap, f"{self.taps}{part}.{number}", f"{self.path}{part}.")
 
-    def __call__(self, site: str, x: Tensor, keep: int = 0) -> Tensor:
-        """Round x [..., n] if the profile says so (a quantiser spares the last `keep` channels), then show it to the tap."""
+    def __call__(self, site: str, x: Tensor, spare: int = 0) -> Tensor:
+        """Round x [..., n] if the profile says so (a quantiser spares the last `spare` channels), then show it to the tap."""
         rounding = self.profile.sites.get(self.path + site)
         if rounding is not None:
-            x = rounding(x, self.profile.carrier, keep)
+            x = rounding(x, self.profile.carrier, spare)
         if self.tap is not None:
             self.tap(self.taps + site, x)
         return x

@@ -35,7 +35,7 @@ def compressor(ratio: int, seed: int = 0, rotated: bool = False, ape_size: float
         ratio=ratio,
         rope=Rope(160000, 32, TINY.rope_scaling),
         eps=EPS,
-        rotated=rotated,
+        index_keys=rotated,
     )
 
 

@@ -67,7 +67,7 @@ def test_every_site_of_a_profile_acts(name: str) -> None:
         value = visited().get(site)
         if value is not None:
             keep = TINY.qk_rope_head_dim if site in ("attn.kv", "attn.compressor.row") else 0
-            rounded = Sites(Profile("one", profile(name).carrier, {site: rounding}))(site, value, keep=keep)
+            rounded = Sites(Profile("one", profile(name).carrier, {site: rounding}))(site, value, spare=keep)
             if torch.equal(rounded, value):
                 inert.append(site)
     assert not inert
@@ -125,7 +125,7 @@ def test_carrier_rounds_before_the_quantiser() -> None:
 @pytest.mark.parametrize("kept", ["", "bf16"])
 def test_spared_channels(kept: str) -> None:
     x = adversarial(1, 2, 96)
-    out = Rounding("e4m3", 64, 1e-4, kept)(x, "f32", keep=32)
+    out = Rounding("e4m3", 64, 1e-4, kept)(x, "f32", spare=32)
     assert torch.equal(out[:, -32:], F.round_bf16(x[:, -32:]) if kept else x[:, -32:])
     assert torch.equal(out[:, :64], Rounding("e4m3", 64, 1e-4)(x[:, :64], "f32"))
 

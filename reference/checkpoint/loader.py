@@ -146,7 +146,7 @@ class Loader:
         fn, base, scale = (self.tensor(f"{prefix}hc_head_{part}") for part in ("fn", "base", "scale"))
         return HyperHead(fn, base, scale, self.config.hc_eps, self.config.rms_norm_eps)
 
-    def _compressor(self, name: str, layer: int, rotated: bool) -> Compressor:
+    def _compressor(self, name: str, layer: int, index_keys: bool) -> Compressor:
         return Compressor(
             wkv=self.linear(f"{name}.wkv"),
             wgate=self.linear(f"{name}.wgate"),
@@ -155,12 +155,12 @@ class Loader:
             ratio=self.config.ratio(layer),
             rope=Rope.of_layer(self.config, layer),
             eps=self.config.rms_norm_eps,
-            rotated=rotated,
+            index_keys=index_keys,
         )
 
     def _indexer(self, name: str, layer: int) -> Indexer:
         c = self.config
-        compressor = self._compressor(f"{name}.compressor", layer, rotated=True)
+        compressor = self._compressor(f"{name}.compressor", layer, index_keys=True)
         wq_b, weights_proj = self.linear(f"{name}.wq_b"), self.linear(f"{name}.weights_proj")
         return Indexer(wq_b, weights_proj, compressor, c.index_n_heads, c.index_head_dim, c.index_topk)
 
@@ -171,7 +171,7 @@ class Loader:
             q_norm=self.tensor(f"{name}.q_norm.weight"),
             kv_norm=self.tensor(f"{name}.kv_norm.weight"),
             sink=self.tensor(f"{name}.attn_sink"),
-            compressor=None if kind == "window" else self._compressor(f"{name}.compressor", layer, rotated=False),
+            compressor=None if kind == "window" else self._compressor(f"{name}.compressor", layer, index_keys=False),
             indexer=self._indexer(f"{name}.indexer", layer) if kind == "csa" else None,
             rope=Rope.of_layer(c, layer),
             n_heads=c.num_attention_heads,
