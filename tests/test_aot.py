@@ -17,6 +17,7 @@ pytestmark = pytest.mark.aot
 
 KERNELS = ["quantize", "gemm_fp8", "compress_hca", "compress_csa", "state_write", "attend", "combine"]
 KERNELS += ["norm", "norm_quantize", "hc_project", "hc_post_project", "hc_post", "hc_mix", "hc_head"]
+KERNELS += ["gemm_bf16", "grouped_gemm"]
 KERNELS += ["qk_norm_rope", "qk_norm_rope_bf16", "window_write", "inverse_rope"]
 KERNELS += ["attend_bf16", "attend_step", "attend_step_bf16"]
 

@@ -44,6 +44,8 @@ BF16_PRODUCT = {
 }
 for _name in ("attend", "attend_bf16", "attend_step", "attend_step_bf16"):
     REQUIRED |= {(_name, target): pattern for target, pattern in BF16_PRODUCT.items()}
+for _name in ("gemm_bf16", "grouped_gemm"):
+    REQUIRED |= {(_name, target): pattern for target, pattern in (BF16_PRODUCT | {"sm_90": "HGMMA"}).items()}
 
 
 @dataclass(frozen=True)
@@ -107,8 +109,9 @@ def _words(flag: str, values: Iterable[str]) -> list[str]:
 
 def cases() -> dict[str, Case]:
     """Every kernel at Pro's widths, with its GPU tiles. Only for a process that compiles."""
-    from . import compress, gemm_fp8, hyper_connection, norm, quantize, state_write
+    from . import compress, gemm_fp8, quantize, state_write
     from .aot_attention import attention_cases
+    from .aot_model import model_cases
 
     strides = ("kv_stride", "score_stride", "kv_slot_stride", "score_slot_stride")
     rows = ("nope_stride", "rope_stride")
@@ -118,25 +121,14 @@ def cases() -> dict[str, Case]:
     written = {"RATIO": 4, **asdict(state_write.GPU)}
     compressor = "ffiiffiiippffxffubiipii"
     gemm = ("N", "K", "x_stride", "w_stride")
-    normed = {"LANES": 8192, **asdict(norm.GPU)}
-    streams = asdict(hyper_connection.GPU)
-    spread = {"STREAMS": 4, "ROWS": streams.pop("MIX_ROWS"), "COLS": streams.pop("COLS"), "num_warps": streams["num_warps"]}
-    zx = ("D", "z_stride", "x_stride")
-    mixes = {"STREAMS": 4, "MIXES": 24, "LANES": 32}
     return {
         "quantize": Case(quantize.quantize_kernel, "buuiii", asdict(quantize.GPU), ("D", "x_stride")),
-        "norm": Case(norm.norm_kernel, "bfbiiix", normed, ("D", "x_stride")),
-        "norm_quantize": Case(norm.norm_quantize_kernel, "bfbuuiiix", normed, ("D", "x_stride")),
-        "hc_project": Case(hyper_connection.project_kernel, "bffiii", mixes | streams, ("D", "x_stride")),
-        "hc_post_project": Case(hyper_connection.post_project_kernel, "bbffbffiiii", mixes | streams, zx),
-        "hc_post": Case(hyper_connection.post_kernel, "bbffbiiii", spread, zx),
-        "hc_mix": Case(hyper_connection.mix_kernel, "fffbbffiiiiixx", mixes | spread, ("D", "x_stride")),
-        "hc_head": Case(hyper_connection.head_kernel, "fffbbiiiixx", {"STREAMS": 4, "LANES": 16, **spread}, ("D", "x_stride")),
         "gemm_fp8": Case(gemm_fp8.gemm_fp8_kernel, "uuuubiiiiiii", asdict(gemm_fp8.GPU), gemm),
         "compress_hca": Case(compress.compress_kernel, compressor, hca, (*strides, *rows)),
         "compress_csa": Case(compress.compress_kernel, compressor, csa, (*strides, *rows)),
         "state_write": Case(state_write.state_write_kernel, "ffiiffiiipipfi", written, (*strides, "width")),
         **attention_cases(),
+        **model_cases(),
     }
 
 

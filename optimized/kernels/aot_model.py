@@ -1,0 +1,46 @@
+"""The kernels of streams, norms, products and experts as their wrappers launch them at Pro's widths, for the ahead-of-time
+check.
+
+Source: docs/pool.md §7.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from .aot import Case
+
+
+def model_cases() -> dict[str, Case]:
+    """Kernel name -> case. Only for a process that compiles."""
+    return {**_streams(), **_products()}
+
+
+def _streams() -> dict[str, Case]:
+    from . import hyper_connection, norm
+
+    tiles = asdict(hyper_connection.GPU)
+    spread = {"STREAMS": 4, "ROWS": tiles.pop("MIX_ROWS"), "COLS": tiles.pop("COLS"), "num_warps": tiles["num_warps"]}
+    mixes = {"STREAMS": 4, "MIXES": 24, "LANES": 32}
+    one, two = ("D", "x_stride"), ("D", "z_stride", "x_stride")
+    normed = {"LANES": 8192, **asdict(norm.GPU)}
+    return {
+        "norm": Case(norm.norm_kernel, "bfbiiix", normed, one),
+        "norm_quantize": Case(norm.norm_quantize_kernel, "bfbuuiiix", normed, one),
+        "hc_project": Case(hyper_connection.project_kernel, "bffiii", mixes | tiles, one),
+        "hc_post_project": Case(hyper_connection.post_project_kernel, "bbffbffiiii", mixes | tiles, two),
+        "hc_post": Case(hyper_connection.post_kernel, "bbffbiiii", spread, two),
+        "hc_mix": Case(hyper_connection.mix_kernel, "fffbbffiiiiixx", mixes | spread, one),
+        "hc_head": Case(hyper_connection.head_kernel, "fffbbiiiixx", {"STREAMS": 4, "LANES": 16, **spread}, one),
+    }
+
+
+def _products() -> dict[str, Case]:
+    from . import gemm_bf16
+
+    tiles = asdict(gemm_bf16.GPU)
+    strides = ("K", "x_stride", "w_stride")
+    return {
+        "gemm_bf16": Case(gemm_bf16.gemm_bf16_kernel, "bbfiiiii", tiles, ("N", *strides)),
+        "grouped_gemm": Case(gemm_bf16.grouped_gemm_kernel, "buubiiiiiii", tiles, ("R", "x_group_stride", *strides)),
+    }
