@@ -7,8 +7,6 @@ Source: docs/model.md §2 (quantisers, weight dequantisation).
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -114,13 +112,3 @@ def dequantize_blocks(values: Tensor, scale: Tensor, block: int) -> Tensor:
 def round_bf16(x: Tensor) -> Tensor:
     """Nearest even to bfloat16 by way of float32, kept in the dtype of x."""
     return x.float().to(torch.bfloat16).to(x.dtype)
-
-
-def bf16_ulp(x: Tensor) -> Tensor:
-    """Spacing of bfloat16 at |x| (float64), at least that of the smallest normal."""
-    _, exponent = torch.frexp(x.double().abs().clamp_min(2.0**-126))
-    return torch.ldexp(torch.ones_like(x, dtype=torch.float64), exponent - 8)
-
-
-def block_count(n: int, block: int) -> int:
-    return math.ceil(n / block)

@@ -2,7 +2,8 @@
 
 A site is one call, `x = sites("attn.kv", x)`: the identity unless the profile names it, so that the modules read as
 mathematics. The same call is a tap: a listener sees every value under its checkpoint-like path
-(`layers.30.attn.kv`), after rounding. Source: docs/model.md §11; the profiles are the tables in `profiles/`.
+(`layers.30.attn.kv`), after rounding. Where a module works in parts (blocks of queries, sequences, experts) a tap fires
+once a part; an expert's taps hold the tokens it was given. Source: docs/model.md §11; the profiles are the tables in `profiles/`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ SITES = frozenset(
     """.split()
 )
 QUANTISERS = ("e4m3", "e2m1")
-DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+PLAIN = ("f32", "bf16")
 
 
 @dataclass(frozen=True)
@@ -62,18 +63,18 @@ class Rounding:
     ties: str = "even"
 
     def __post_init__(self) -> None:
-        if self.format not in (*DTYPES, *QUANTISERS):
+        if self.format not in (*PLAIN, *QUANTISERS):
             raise BadInput(f"rounding profile: unknown format {self.format!r}")
         if self.format in QUANTISERS and (self.block < 1 or not self.amax_floor > 0):
             raise BadInput(f"rounding profile: {self.format} needs a block size and an amax floor above 0")
-        if self.kept not in ("", *DTYPES):
+        if self.kept not in ("", *PLAIN):
             raise BadInput(f"rounding profile: spared channels cannot be kept as {self.kept!r}")
         if (self.scale, self.ties) != ("ceil", "even"):
             raise BadInput(f"rounding profile: scale rule {self.scale!r} with ties {self.ties!r} is not defined here")
 
     def __call__(self, x: Tensor, carrier: str, spare: int = 0) -> Tensor:
         """Round x [..., n], keeping its dtype. `carrier` is the format in which a quantiser receives its input."""
-        if self.format in DTYPES:
+        if self.format in PLAIN:
             return _plain(x, self.format)
         if spare:
             spared = x[..., -spare:]
@@ -90,7 +91,7 @@ class Rounding:
 
 
 def _plain(x: Tensor, name: str) -> Tensor:
-    return x.to(torch.float32).to(DTYPES[name]).to(x.dtype)
+    return formats.round_bf16(x) if name == "bf16" else x.to(torch.float32).to(x.dtype)
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ class Profile:
             profile = cls(str(table["name"]), str(table["carrier"]), sites)
         except (KeyError, TypeError, AttributeError) as error:
             raise BadInput(f"rounding profile: {error!r}") from None
-        if profile.carrier not in DTYPES:
+        if profile.carrier not in PLAIN:
             raise BadInput(f"rounding profile {profile.name}: unknown carrier {profile.carrier!r}")
         unknown = sorted(set(sites) - SITES)
         if unknown:
@@ -135,7 +136,7 @@ class Profile:
 
 def _key(rounding: Rounding) -> str:
     """A name for a rounding that tells it from every other: `bf16`, `e4m3_64>=0.0001+bf16`."""
-    if rounding.format in DTYPES:
+    if rounding.format in PLAIN:
         return rounding.format
     return f"{rounding.format}_{rounding.block}>={rounding.amax_floor!r}" + (f"+{rounding.kept}" if rounding.kept else "")
 

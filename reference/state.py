@@ -17,7 +17,7 @@ class CompressorState:
     """values and gates [n, c*dh] of the tokens later rows still need, and the finished rows [c, dh].
 
     Unrounded, gates with their position bias. The tokens begin at the first block that is not finished, or, with
-    overlapping windows, one block before it.
+    overlapping windows, one block before it: a fresh state then holds one block of no tokens.
     """
 
     values: Tensor

@@ -100,14 +100,11 @@ def test_e4m3_check_sees(wrong: Callable[[Tensor], Tensor]) -> None:
         encodes_e4m3(wrong)
 
 
-def test_round_bf16_and_its_ulp() -> None:
+def test_round_bf16() -> None:
     fine = torch.cat([FINITE[:, None] * (1 + k * 2.0**-9) for k in (0, 1, 2, 3)]).flatten().float()
     fine = fine[torch.isfinite(fine)]
     want = fine.numpy().astype(ml_dtypes.bfloat16).astype(np.float32)
     assert same_floats(F.round_bf16(fine), want)
-    normal = FINITE[(FINITE > 2.0**-126) & (FINITE < 2.0**127)]
-    following = (normal.bfloat16().view(torch.int16) + 1).view(torch.bfloat16).double()
-    assert torch.equal(F.bf16_ulp(normal), following - normal.double())
 
 
 # ---- scales
