@@ -3,7 +3,8 @@
 A site is one call, `x = sites("attn.kv", x)`: the identity unless the profile names it, so that the modules read as
 mathematics. The same call is a tap: a listener sees every value under its checkpoint-like path
 (`layers.30.attn.kv`), after rounding. Where a module works in parts (blocks of queries, sequences, experts) a tap fires
-once a part; an expert's taps hold the tokens it was given. Source: docs/model.md §11; the profiles are the tables in `profiles/`.
+once a part; an expert's taps hold the tokens it was given. Source: docs/model.md §11; the profiles are
+the tables in `profiles/`.
 """
 
 from __future__ import annotations
