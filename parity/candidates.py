@@ -5,12 +5,14 @@ Each function takes a step and returns what the kernel stored, by output name. S
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from optimized.kernels.compress import compress
-from optimized.kernels.decode_attention import decode_attention
+from optimized.kernels.decode_attention import decode_attention, tiles_for_heads
 from optimized.kernels.gemm_fp8 import gemm_fp8
 from optimized.kernels.quantize import quantize_activation
 from optimized.kernels.state_write import write_state
@@ -26,6 +28,7 @@ from .pour import PouredPool, rings
 from .step import Step
 
 ACTIVATION_BLOCK = 128
+ATTENTION_ROWS = 32  # rows a step: lists here are short, and a tile costs the interpreter what it holds
 # Where the input of each FP8 linear comes from: the tap of the payload that its quantiser reads.
 SOURCE = {
     "attn.wq_a": "attn_norm",
@@ -157,7 +160,8 @@ def attention(step: Step, op: str) -> dict[str, Stored]:
     indices, indptr = map(torch.from_numpy, lists)
     q = step.capture["attn.q"].to(torch.bfloat16)
     planes = poured.pool.layer_rows(poured.layer)
-    out = decode_attention(q, *planes, indices, indptr, attn.sink.float(), scale=attn.head_dim**-0.5)
+    tiles = replace(tiles_for_heads(attn.n_heads), ROWS=ATTENTION_ROWS)
+    out = decode_attention(q, *planes, indices, indptr, attn.sink.float(), scale=attn.head_dim**-0.5, tiles=tiles)
     return {op: out, **poured.difference(step.pool_to_attend).planes()}
 
 
