@@ -50,11 +50,12 @@ class Case:
     lookahead: int = 2
     seed: int = 0
     context: list[int] = field(default_factory=list)
+    build: str = "2buff"
 
     def __post_init__(self):
         config = dataclasses.replace(preset("mini"), head_dim=self.head_dim)
         self.config, self.layer = config, LAYER[self.ratio]
-        self.geometry = Geometry(config, lookahead=self.lookahead)
+        self.geometry = Geometry(config, self.build, lookahead=self.lookahead)
         self.pool = Pool(self.geometry, blocks=7, slots=4)
         self.pool.poison()
         self.generator = torch.Generator().manual_seed(self.seed)
@@ -101,8 +102,8 @@ class Case:
             else:
                 on_device(compress)(
                     *now, *self.state, torch.from_numpy(plan), self.slots, self.ape, self.norm_weight, EPS, cos, sin,
-                    *self.pool.layer_rows(self.layer), self.table, ratio=self.ratio, envelope=self.geometry.envelope,
-                    block_rows=BLOCK_TOKENS // self.ratio, tiles=tiles,
+                    *(*self.pool.layer_rows(self.layer), None)[:2], self.table, ratio=self.ratio,
+                    envelope=self.geometry.envelope, block_rows=BLOCK_TOKENS // self.ratio, tiles=tiles,
                 )  # fmt: skip
         return plan[:-1]
 
@@ -159,8 +160,11 @@ def rotated(config, layer, position, y, bound) -> tuple[torch.Tensor, torch.Tens
 
 def illegal(case: Case, b: int, entry: int) -> str:
     """What is wrong with a written row; empty if nothing is."""
-    nope, rope = (view[case.row_index(b, entry)] for view in case.pool.layer_rows(case.layer))
     want, bound = case.expected(b, entry)
+    nope, *rest = (view[case.row_index(b, entry)] for view in case.pool.layer_rows(case.layer))
+    if not rest:
+        return "bfloat16 row" if illegal_bf16(nope, want, bound).any() else ""
+    rope = rest[0]
     n = case.head_dim - 64
     codes, scales = rows.unpack_2buff(nope)
     if not torch.equal(nope, rows.pack_2buff(codes, scales, case.head_dim)):
@@ -215,9 +219,9 @@ TILES = [None, compress_file.Tiles(SLOTS=8), compress_file.Tiles(SLOTS=2)]
 
 
 @pytest.mark.parametrize("ratio", [4, 128])
-@pytest.mark.parametrize("head_dim", [512, 192])
-def test_rows_states_and_poison_over_a_run_of_steps(ratio, head_dim):
-    assert faults(Case(ratio, head_dim)) == []
+@pytest.mark.parametrize(("head_dim", "build"), [(512, "2buff"), (192, "2buff"), (192, "bf16")])
+def test_rows_states_and_poison_over_a_run_of_steps(ratio, head_dim, build):
+    assert faults(Case(ratio, head_dim, build=build)) == []
 
 
 @pytest.mark.parametrize(("ratio", "tiles"), [(4, TILES[1]), (4, TILES[2]), (128, TILES[1])])
@@ -314,8 +318,9 @@ MISTAKES = {
     "padding not cleared": (4, ("mask=pad >= 2 * TILES", "mask=pad >= 2 * TILES + 8")),
     "floored exponent": (4, ("e8m0_inverse(scale)", "e8m0_inverse((scale - 1).to(tl.uint8))")),
     "block table ignored": (4, ("block * envelope", "0 * block * envelope")),
-    "row of another layer": (4, ("entry % BLOCK_ROWS", "entry % BLOCK_ROWS + 1")),
-    "rotated part truncated": (4, ("bf16_rn(y)", "y.to(tl.bfloat16)")),  # as the interpreter's cast does
+    "row of another layer": (4, ("envelope + entry % BLOCK_ROWS", "envelope + entry % BLOCK_ROWS + 1")),
+    # As the interpreter's cast does.
+    "rotated part truncated": (4, ("bf16_rn(y), mask=(d >= NOPE)", "y.to(tl.bfloat16), mask=(d >= NOPE)")),
 }  # fmt: skip
 
 
@@ -325,6 +330,11 @@ def test_planted_mistakes_are_seen(tmp_path, mistake):
     tiles = TILES[1] if mistake == "shares of one peak" else None
     wrong = mutant(compress_file, tmp_path, edit)
     assert faults(Case(ratio, 192), steps=3, compress=wrong.compress, tiles=tiles)
+
+
+def test_a_truncated_bfloat16_row_is_seen(tmp_path):
+    wrong = mutant(compress_file, tmp_path, ("bf16_rn(y), mask=d < HEAD_DIM", "y.to(tl.bfloat16), mask=d < HEAD_DIM"))
+    assert faults(Case(4, 192, build="bf16"), steps=3, compress=wrong.compress)
 
 
 @pytest.mark.parametrize(

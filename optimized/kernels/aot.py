@@ -109,23 +109,16 @@ def _words(flag: str, values: Iterable[str]) -> list[str]:
 
 def cases() -> dict[str, Case]:
     """Every kernel at Pro's widths, with its GPU tiles. Only for a process that compiles."""
-    from . import compress, gemm_fp8, quantize, state_write
+    from . import gemm_fp8, quantize, state_write
     from .aot_attention import attention_cases
     from .aot_model import model_cases
 
     strides = ("kv_stride", "score_stride", "kv_slot_stride", "score_slot_stride")
-    rows = ("nope_stride", "rope_stride")
-    group = {"HEAD_DIM": 512, "LANES": 512, **asdict(compress.GPU)}
-    hca = {"RATIO": 128, "POOLED": 128, "BLOCK_ROWS": 2, **group}
-    csa = {"RATIO": 4, "POOLED": 8, "BLOCK_ROWS": 64, **group}
     written = {"RATIO": 4, **asdict(state_write.GPU)}
-    compressor = "ffiiffiiippffxffubiipii"
     gemm = ("N", "K", "x_stride", "w_stride")
     return {
         "quantize": Case(quantize.quantize_kernel, "buuiii", asdict(quantize.GPU), ("D", "x_stride")),
         "gemm_fp8": Case(gemm_fp8.gemm_fp8_kernel, "uuuubiiiiiii", asdict(gemm_fp8.GPU), gemm),
-        "compress_hca": Case(compress.compress_kernel, compressor, hca, (*strides, *rows)),
-        "compress_csa": Case(compress.compress_kernel, compressor, csa, (*strides, *rows)),
         "state_write": Case(state_write.state_write_kernel, "ffiiffiiipipfi", written, (*strides, "width")),
         **attention_cases(),
         **model_cases(),

@@ -1,4 +1,4 @@
-"""Compressor: pool a group of tokens, RMSNorm, RoPE, quantise, write one 2buff row of the pool. HCA and CSA.
+"""Compressor: pool a group of tokens, RMSNorm, RoPE, round, write one row of the pool in either build. HCA and CSA.
 
 Contract (docs/pool.md §6.3)
     kv, score              float32 [n, w], this step's projections of its n tokens, any row stride; w = 2*head_dim if
@@ -10,12 +10,14 @@ Contract (docs/pool.md §6.3)
     slots                  int32 [b], slot position of each sequence
     ape, norm_weight       float32 [ratio, w], float32 [head_dim]
     cos, sin               float32 [rows, 32], for the group's first position (position // ratio * ratio) of a plan row
-    nope_rows, rope_rows   uint8 [r, head_dim], bfloat16 [r, 64]: pool planes from the layer's base, any row stride
+    main_rows, rope_rows   uint8 [r, head_dim], bfloat16 [r, 64]: 2buff planes from the layer's base, any row stride; or
+                           bfloat16 [r, head_dim] and None: the bf16 build
     block_table            int32 [b, blocks], any row stride
 Writes one row of both planes a plan row, every byte of it; reads everything else. Must run before the states are
 written. Address products are 64 bit.
-    rounding  float32 from projection to quantiser, the pooled row never leaves registers; the channels without
-              rotation go from float32 to E4M3 per 64, amax floor 1e-4; the rotated ones take one bfloat16 rounding.
+    rounding  float32 from projection to the row, which never leaves registers before. 2buff: the channels without rotation
+              go from float32 to E4M3 per 64, amax floor 1e-4; the rotated ones take one bfloat16 rounding. bf16: one
+              bfloat16 rounding. Index keys: compress_index.py.
 Group c = position // ratio pools per channel: sum_k softmax_k(score_k) kv_k over its `ratio` tokens or, overlapping,
 over the left halves of the `ratio` tokens before it and the right halves of its own.
 """
@@ -29,8 +31,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .index_layout import store_key
 from .launch import power_of_two, require, tiles_for_mode
 from .numeric import bf16_rn, e4m3_rn, e4m3_scale, e8m0_inverse, magnitude_bits
+from .qk_norm_rope import require_rows
+from .row_tiles import hadamard
 
 ROPE = 64
 
@@ -122,8 +127,8 @@ def store_2buff(y, nope, rope, HEAD_DIM: tl.constexpr, LANES: tl.constexpr):
 @triton.jit
 def compress_kernel(
     kv, score, kv_stride, score_stride, kv_state, score_state, kv_slot_stride, score_slot_stride, ring,
-    plan, slots, ape, norm_weight, eps, cos, sin, nope_rows, rope_rows, nope_stride, rope_stride,
-    block_table, table_stride, envelope,
+    plan, slots, ape, norm_weight, eps, cos, sin, main_rows, rope_rows, main_stride, rope_stride,
+    block_table, table_stride, envelope, FORM: tl.constexpr, ORDER: tl.constexpr, STEPS: tl.constexpr,
     RATIO: tl.constexpr, POOLED: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
@@ -141,8 +146,76 @@ def compress_kernel(
         y = norm_rope(pooled, norm_weight, eps, cos, sin, row, HEAD_DIM, LANES)
         entry = position // RATIO
         block = tl.load(block_table + batch * table_stride + entry // BLOCK_ROWS).to(tl.int64)
-        target = block * envelope + entry % BLOCK_ROWS
-        store_2buff(y, nope_rows + target * nope_stride, rope_rows + target * rope_stride, HEAD_DIM, LANES)
+        if FORM == "2buff" or FORM == "bf16":
+            target = block * envelope + entry % BLOCK_ROWS
+            main, rope = main_rows + target * main_stride, rope_rows + target * rope_stride
+            if FORM == "bf16":
+                d = tl.arange(0, LANES)
+                tl.store(main + d, bf16_rn(y), mask=d < HEAD_DIM)
+            else:
+                store_2buff(y, main, rope, HEAD_DIM, LANES)
+        else:
+            y = hadamard(y.reshape(1, LANES), LANES, STEPS)
+            keys, scales = main_rows + block * main_stride, rope_rows + block * rope_stride
+            store_key(y, keys, scales, entry % BLOCK_ROWS, FORM == "fp4", ORDER, LANES)
+
+
+@dataclass(frozen=True)
+class Group:
+    """What every compressor is handed besides its target; names and shapes in the file's contract."""
+
+    kv: Tensor
+    score: Tensor
+    kv_state: Tensor
+    score_state: Tensor
+    plan: Tensor
+    slots: Tensor
+    ape: Tensor
+    norm_weight: Tensor
+    eps: float
+    cos: Tensor
+    sin: Tensor
+    block_table: Tensor
+    ratio: int
+
+    @property
+    def pooled(self) -> int:
+        """Tokens that a group pools."""
+        return self.ratio * (self.ape.shape[1] // self.norm_weight.shape[0])
+
+    def check(self) -> None:
+        """Raise ValueError unless all of this fits together."""
+        head_dim, width, rows = self.norm_weight.shape[0], self.ape.shape[1], self.plan.shape[0]
+        for name, tensor in (("kv", self.kv), ("score", self.score)):
+            require(tensor, name, torch.float32, (self.kv.shape[0], width))
+        for name, tensor in (("kv_state", self.kv_state), ("score_state", self.score_state)):
+            require(tensor, name, torch.float32, (None, self.kv_state.shape[1], width), dense=2)
+        for name, tensor in (("cos", self.cos), ("sin", self.sin)):
+            require(tensor, name, torch.float32, (rows, ROPE // 2), dense=2)
+        require(self.ape, "ape", torch.float32, (self.ratio, width), dense=2)
+        require(self.norm_weight, "norm_weight", torch.float32, (head_dim,))
+        require(self.plan, "plan", torch.int32, (rows, 4), dense=2)
+        require(self.slots, "slots", torch.int32, (None,))
+        require(self.block_table, "block_table", torch.int32, (self.slots.shape[0], None))
+        if head_dim % 64 or self.kv_state.shape[1] < self.pooled:
+            raise ValueError(f"head_dim {head_dim} is no multiple of 64, or the ring is shorter than {self.pooled} tokens")
+
+
+def launch_compress(
+    group: Group, main: Tensor, second: Tensor, form: str, order: int, envelope: int, block_rows: int, tiles: Tiles
+) -> None:
+    """One program a plan row, writing in this form to the two targets (rows and planes, or pages of keys and scales)."""
+    g, head_dim, rows = group, group.norm_weight.shape[0], group.plan.shape[0]
+    lanes = power_of_two(head_dim)
+    if rows:
+        compress_kernel[(rows,)](
+            g.kv, g.score, g.kv.stride(0), g.score.stride(0), g.kv_state, g.score_state,
+            g.kv_state.stride(0), g.score_state.stride(0), g.kv_state.shape[1], g.plan, g.slots, g.ape, g.norm_weight,
+            g.eps, g.cos, g.sin, main, second, main.stride(0), second.stride(0), g.block_table, g.block_table.stride(0),
+            envelope, FORM=form, ORDER=order, STEPS=lanes.bit_length() - 1, RATIO=g.ratio, POOLED=g.pooled,
+            BLOCK_ROWS=block_rows, HEAD_DIM=head_dim, LANES=lanes, SLOTS=min(tiles.SLOTS, g.pooled),
+            num_warps=tiles.num_warps,
+        )  # fmt: skip
 
 
 def compress(
@@ -157,8 +230,8 @@ def compress(
     eps: float,
     cos: Tensor,
     sin: Tensor,
-    nope_rows: Tensor,
-    rope_rows: Tensor,
+    main_rows: Tensor,
+    rope_rows: Tensor | None,
     block_table: Tensor,
     *,
     ratio: int,
@@ -170,29 +243,10 @@ def compress(
 
     `envelope` is the rows of a block over all layers, `block_rows` those of one layer. Raises ValueError.
     """
-    head_dim, width, rows = norm_weight.shape[0], ape.shape[1], plan.shape[0]
-    pooled = ratio * (width // head_dim)
-    for name, tensor in (("kv", kv), ("score", score)):
-        require(tensor, name, torch.float32, (kv.shape[0], width))
-    for name, tensor in (("kv_state", kv_state), ("score_state", score_state)):
-        require(tensor, name, torch.float32, (None, kv_state.shape[1], width), dense=2)
-    for name, tensor in (("cos", cos), ("sin", sin)):
-        require(tensor, name, torch.float32, (rows, ROPE // 2), dense=2)
-    require(ape, "ape", torch.float32, (ratio, width), dense=2)
-    require(norm_weight, "norm_weight", torch.float32, (head_dim,))
-    require(plan, "plan", torch.int32, (rows, 4), dense=2)
-    require(slots, "slots", torch.int32, (None,))
-    require(block_table, "block_table", torch.int32, (slots.shape[0], None))
-    require(nope_rows, "nope_rows", torch.uint8, (None, head_dim))
-    require(rope_rows, "rope_rows", torch.bfloat16, (None, ROPE))
-    if head_dim % 64 or kv_state.shape[1] < pooled:
-        raise ValueError(f"head_dim {head_dim} is no multiple of 64, or the ring is shorter than {pooled} tokens")
-    tiles = tiles or tiles_for_mode(GPU, INTERPRETER)
-    if rows:
-        compress_kernel[(rows,)](
-            kv, score, kv.stride(0), score.stride(0), kv_state, score_state, kv_state.stride(0), score_state.stride(0),
-            kv_state.shape[1], plan, slots, ape, norm_weight, eps, cos, sin, nope_rows, rope_rows,
-            nope_rows.stride(0), rope_rows.stride(0), block_table, block_table.stride(0), envelope,
-            RATIO=ratio, POOLED=pooled, BLOCK_ROWS=block_rows, HEAD_DIM=head_dim, LANES=power_of_two(head_dim),
-            SLOTS=min(tiles.SLOTS, pooled), num_warps=tiles.num_warps,
-        )  # fmt: skip
+    group = Group(
+        kv, score, kv_state, score_state, plan, slots, ape, norm_weight, eps, cos, sin, block_table, ratio
+    )
+    group.check()
+    require_rows(main_rows, rope_rows, norm_weight.shape[0])
+    second, form = (main_rows, "bf16") if rope_rows is None else (rope_rows, "2buff")
+    launch_compress(group, main_rows, second, form, 0, envelope, block_rows, tiles or tiles_for_mode(GPU, INTERPRETER))

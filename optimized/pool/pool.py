@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from .geometry import FIELD_ALIGN, Geometry, round_up
+from .index_rows import PAGE_ROWS, Layout, key_bytes, scale_count
 
 POISON = 0xFF  # NaN in every format that the pool stores: E4M3, scale bytes, bfloat16, float32
 
@@ -60,3 +61,34 @@ class Pool:
             for layer, kind in enumerate(self.geometry.kinds):
                 if field.name.startswith(kind):
                     self.state(field.name, layer)[position] = -torch.inf if field.name.endswith("score") else 0.0
+
+
+class IndexPool:
+    """Index keys of all CSA layers, a page of 64 a block and layer, zeros at first. Same block numbers as the pool.
+
+    `keys` uint8 [layers, blocks, key bytes of a page] and `scales` [layers, blocks, scales of a page], uint8 (fp4) or
+    float32 (fp8). Joined layouts keep a page's scales right behind its keys, so both are then strided by whole pages.
+    """
+
+    def __init__(self, geometry: Geometry, blocks: int, layout: Layout, device: str = "cpu") -> None:
+        self.geometry, self.layout = geometry, layout
+        width, layers = geometry.config.index_head_dim, geometry.count("csa")
+        key, scale = PAGE_ROWS * key_bytes(layout.form, width), PAGE_ROWS * scale_count(layout.form, width)
+        dtype = torch.uint8 if layout.form == "fp4" else torch.float32
+        page = key + scale * dtype.itemsize
+        self.memory = torch.from_numpy(np.zeros(layers * blocks * page, np.uint8)).to(device)
+        if layout.joined:
+            pages = self.memory.view(layers, blocks, page)
+            self.keys, self.scales = pages[..., :key], pages[..., key:].view(dtype)
+        else:
+            keys, scales = self.memory.split([layers * blocks * key, layers * blocks * (page - key)])
+            self.keys, self.scales = keys.view(layers, blocks, key), scales.view(dtype).view(layers, blocks, scale)
+
+    def poison(self) -> None:
+        """Fill every byte so that whatever is read without having been written is NaN, in FP4 by its scale."""
+        self.memory.fill_(POISON)
+
+    def pages(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and scales of a CSA layer: [blocks, ...] each, strided by block."""
+        at = self.geometry.ordinal(layer)
+        return self.keys[at], self.scales[at]
