@@ -13,7 +13,7 @@ from .aot import Case
 
 def model_cases() -> dict[str, Case]:
     """Kernel name -> case. Only for a process that compiles."""
-    return {**_streams(), **_products()}
+    return {**_streams(), **_products(), **_router()}
 
 
 def _streams() -> dict[str, Case]:
@@ -43,4 +43,17 @@ def _products() -> dict[str, Case]:
     return {
         "gemm_bf16": Case(gemm_bf16.gemm_bf16_kernel, "bbfiiiii", tiles, ("N", *strides)),
         "grouped_gemm": Case(gemm_bf16.grouped_gemm_kernel, "buubiiiiiii", tiles, ("R", "x_group_stride", *strides)),
+    }
+
+
+def _router() -> dict[str, Case]:
+    from . import router
+
+    tiles = asdict(router.GPU)
+    rows = {"ROWS": tiles.pop("CHOOSE_ROWS"), "num_warps": tiles["num_warps"]}
+    slots = {"K": 6, "SLOTS": 8}
+    return {
+        "router_scores": Case(router.scores_kernel, "bbfiiiii", tiles, ("E", "D", "x_stride", "gate_stride")),
+        "choose_experts": Case(router.choose_kernel, "ffpfiix", {**slots, "LANES": 512, **rows}, ("E",)),
+        "look_up_experts": Case(router.look_up_kernel, "fllpfiix", {**slots, **rows}, ("E",)),
     }
