@@ -17,7 +17,7 @@ def model_cases() -> dict[str, Case]:
 
 
 def _streams() -> dict[str, Case]:
-    from . import hyper_connection, norm
+    from . import embed, hyper_connection, norm
 
     tiles = asdict(hyper_connection.GPU)
     spread = {"STREAMS": 4, "ROWS": tiles.pop("MIX_ROWS"), "COLS": tiles.pop("COLS"), "num_warps": tiles["num_warps"]}
@@ -25,6 +25,7 @@ def _streams() -> dict[str, Case]:
     one, two = ("D", "x_stride"), ("D", "z_stride", "x_stride")
     normed = {"LANES": 8192, **asdict(norm.GPU)}
     return {
+        "embed": Case(embed.embed_kernel, "blbiii", {"STREAMS": 4, **asdict(embed.GPU)}, ("D", "table_stride")),
         "norm": Case(norm.norm_kernel, "bfbiiix", normed, one),
         "norm_quantize": Case(norm.norm_quantize_kernel, "bfbuuiiix", normed, one),
         "hc_project": Case(hyper_connection.project_kernel, "bffiii", mixes | tiles, one),
