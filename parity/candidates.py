@@ -14,6 +14,7 @@ from torch import Tensor
 from optimized.kernels.compress import compress
 from optimized.kernels.decode_attention import decode_attention, tiles_for_heads
 from optimized.kernels.gemm_fp8 import gemm_fp8
+from optimized.kernels.launch import INTERPRETER
 from optimized.kernels.quantize import quantize_activation
 from optimized.kernels.state_write import write_state
 from optimized.pool import plans
@@ -27,6 +28,7 @@ from .judge import Stored
 from .pour import PouredPool, rings
 from .step import Step
 
+DEVICE = "cpu" if INTERPRETER else "cuda"  # where the kernels of this process run
 ACTIVATION_BLOCK = 128
 ATTENTION_ROWS = 32  # rows a step: lists here are short, and a tile costs the interpreter what it holds
 # Where the input of each FP8 linear comes from: the tap of the payload that its quantiser reads.
@@ -42,6 +44,16 @@ SOURCE = {
     "e_proj": "enorm",
     "h_proj": "hnorm",
 }
+
+
+def there(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Tensors where the kernels are."""
+    return tuple(t.to(DEVICE) for t in tensors)
+
+
+def back(pool: PouredPool) -> PouredPool:
+    """A pool where the judge is."""
+    return pool if DEVICE == "cpu" else pool.copy()
 
 
 def payload(step: Step, linear: str) -> Tensor:
@@ -62,14 +74,16 @@ def quantise(step: Step, op: str) -> dict[str, Stored]:
     linear = op.removesuffix(".input")
     source = SOURCE[linear]
     if source not in step.quantised:
-        step.quantised[source] = quantize_activation(payload(step, linear).to(torch.bfloat16))
+        codes, scales = quantize_activation(*there(payload(step, linear).to(torch.bfloat16)))
+        step.quantised[source] = codes.cpu(), scales.cpu()
     return {op: step.quantised[source]}
 
 
 def gemm(step: Step, op: str) -> dict[str, Stored]:
     linear = step.linear(op)
     assert linear.scale is not None
-    return {op: gemm_fp8(*quantised_input(step, op), linear.weight.view(torch.uint8), linear.scale.view(torch.uint8))}
+    weight = linear.weight.view(torch.uint8), linear.scale.view(torch.uint8)
+    return {op: gemm_fp8(*there(*quantised_input(step, op), *weight)).cpu()}
 
 
 def table(step: Step, op: str) -> dict[str, Stored]:
@@ -102,14 +116,15 @@ def step_plan(step: Step, compressor: Compressor, complete: bool) -> Tensor:
 def compressed_rows(step: Step, op: str) -> dict[str, Stored]:
     """Pool, norm, rotate, quantise and write the row of every group that this step completes."""
     compressor, _ = compressor_of(step, op)
-    plan, poured = step_plan(step, compressor, complete=True), step.pool_before.copy()
+    plan, work = step_plan(step, compressor, complete=True), step.pool_before.copy(DEVICE)
     cos, sin = rope_table(step.config, step.layer, plan[:, 2] // compressor.ratio * compressor.ratio)
+    norm = compressor.norm.float()
     compress(
-        *projections(step, op), *rings(poured, indexer=False), plan, poured.slots,
-        compressor.ape.float(), compressor.norm.float(), compressor.eps, cos, sin,
-        *poured.pool.layer_rows(poured.layer), poured.block_table,
-        ratio=compressor.ratio, envelope=poured.geometry.envelope, block_rows=BLOCK_TOKENS // compressor.ratio,
+        *there(*projections(step, op)), *rings(work, indexer=False), *there(plan, work.slots, compressor.ape.float(), norm),
+        compressor.eps, *there(cos, sin), *work.pool.layer_rows(work.layer), *there(work.block_table),
+        ratio=compressor.ratio, envelope=work.geometry.envelope, block_rows=BLOCK_TOKENS // compressor.ratio,
     )  # fmt: skip
+    poured = back(work)
     rows = written_rows(poured, plan, compressor.ratio)
     nope, rotated = (plane[rows] for plane in poured.pool.layer_rows(poured.layer))
     changed = poured.difference(step.pool_before)
@@ -129,10 +144,11 @@ def written_rows(poured: PouredPool, plan: Tensor, ratio: int) -> Tensor:
 def state_rows(step: Step, op: str) -> dict[str, Stored]:
     """Put this step's projections into the rings; what later groups may still need is looked at."""
     compressor, indexer = compressor_of(step, op)
-    poured = step.pool_before.copy()
+    work, plan = step.pool_before.copy(DEVICE), step_plan(step, compressor, complete=False)
+    plan, slots, ape = there(plan, work.slots, compressor.ape.float())
+    write_state(*there(*projections(step, op)), *rings(work, indexer), plan, slots, ape)
+    poured = back(work)
     state = rings(poured, indexer)
-    write_state(*projections(step, op), *state, step_plan(step, compressor, complete=False), poured.slots,
-                compressor.ape.float())  # fmt: skip
     kept = kept_tokens(step, pooled_tokens(compressor.ratio))
     slot = poured.slots[step.places.labels["sequence"][kept]].long()
     at = step.batch.positions[kept] % state[0].shape[1]
@@ -151,18 +167,18 @@ def kept_tokens(step: Step, pooled: int) -> Tensor:
 
 def attention(step: Step, op: str) -> dict[str, Stored]:
     """Sparse attention over the pool's rows, by the lists that the host makes."""
-    poured = step.pool_to_attend.copy()
+    work = step.pool_to_attend.copy(DEVICE)
     attn = step.block.attn
     lists = plans.attention_lists(
-        poured.geometry, step.kind, step.batch.positions.numpy(), step.places.labels["sequence"].numpy(),
-        poured.slots.numpy(), poured.block_table.numpy(), picks(step),
+        work.geometry, step.kind, step.batch.positions.numpy(), step.places.labels["sequence"].numpy(),
+        work.slots.numpy(), work.block_table.numpy(), picks(step),
     )  # fmt: skip
-    indices, indptr = map(torch.from_numpy, lists)
     q = step.capture["attn.q"].to(torch.bfloat16)
-    planes = poured.pool.layer_rows(poured.layer)
-    tiles = replace(tiles_for_heads(attn.n_heads), ROWS=ATTENTION_ROWS)
-    out = decode_attention(q, *planes, indices, indptr, attn.sink.float(), scale=attn.head_dim**-0.5, tiles=tiles)
-    return {op: out, **poured.difference(step.pool_to_attend).planes()}
+    q, indices, indptr, sink = there(q, *map(torch.from_numpy, lists), attn.sink.float())
+    tiles = replace(tiles_for_heads(attn.n_heads), ROWS=ATTENTION_ROWS) if INTERPRETER else None
+    planes = work.pool.layer_rows(work.layer)
+    out = decode_attention(q, *planes, indices, indptr, sink, scale=attn.head_dim**-0.5, tiles=tiles)
+    return {op: out.cpu(), **back(work).difference(step.pool_to_attend).planes()}
 
 
 def picks(step: Step) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]] | None:

@@ -34,16 +34,16 @@ class PouredPool:
     block_table: Tensor
     blocks: int
 
-    def copy(self) -> PouredPool:
+    def copy(self, device: str = "cpu") -> PouredPool:
         """The same bytes elsewhere, for an op to work on."""
-        return self._with(self.pool.memory)
+        return self._with(self.pool.memory, device)
 
     def difference(self, other: PouredPool) -> PouredPool:
         """A pool whose bytes are 0 where these two agree, and 1 where not."""
         return self._with((self.pool.memory != other.pool.memory).view(torch.uint8))
 
-    def _with(self, memory: Tensor) -> PouredPool:
-        pool = Pool(self.geometry, self.blocks, len(self.slots) + 1)
+    def _with(self, memory: Tensor, device: str = "cpu") -> PouredPool:
+        pool = Pool(self.geometry, self.blocks, len(self.slots) + 1, device)
         pool.memory.copy_(memory)
         return replace(self, pool=pool)
 

@@ -16,12 +16,13 @@ from reference.checkpoint.store import WeightStore
 from reference.config import Config
 from reference.rounding import profile
 
-from . import cases, ops, records
+from . import candidates, cases, ops, records
 from .flow import Flow, Setting
 from .records import Record
 
 PROFILES = ("pool-fp8",)  # builds that a candidate exists for
-ENGINE = "optimized (Triton interpreter)"
+ON_GPU = candidates.DEVICE != "cpu"
+ENGINE = f"optimized ({'Triton on a GPU' if ON_GPU else 'Triton interpreter'})"
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,9 @@ def _unmet(verdicts: Sequence[Record], request: Request) -> bool:
 
 def notes(request: Request, config: Config) -> list[str]:
     """Which paths this run did not exercise, in words."""
-    said = ["no GPU: kernels ran in Triton's interpreter, which sums products in float32 and in its own order"]
+    said = []
+    if not ON_GPU:
+        said.append("no GPU: kernels ran in Triton's interpreter, which sums products in float32 and in its own order")
     ends = [s.start + sum(s.tokens.values()) for s in request.plan.sequences]
     sparse = 4 * config.index_topk + 3
     if max(ends) <= sparse:
