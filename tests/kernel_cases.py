@@ -74,14 +74,14 @@ def mutant(module: ModuleType, tmp_path: Path, *edits: tuple[str, str]) -> Modul
     return mutated
 
 
-def poison_new_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on `torch.empty` and `empty_like` hand out memory full of NaN bytes."""
+def poison_new_memory(monkeypatch: pytest.MonkeyPatch, byte: int = 0xFF) -> None:
+    """From now on `torch.empty` and `empty_like` hand out memory full of this byte; 0xFF is NaN, and -1 in integers."""
     for name in ("empty", "empty_like"):
         original = getattr(torch, name)
 
         def poisoned(*args: Any, original: Callable[..., Tensor] = original, **kwargs: Any) -> Tensor:
             fresh = original(*args, **kwargs)
-            fresh.view(-1).view(torch.uint8).fill_(0xFF)
+            fresh.view(-1).view(torch.uint8).fill_(byte)
             return fresh
 
         monkeypatch.setattr(torch, name, poisoned)

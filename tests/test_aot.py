@@ -20,7 +20,8 @@ KERNELS += ["norm", "norm_quantize", "hc_project", "hc_post_project", "hc_post",
 KERNELS += ["gemm_bf16", "grouped_gemm", "router_scores", "choose_experts", "look_up_experts", "embed"]
 KERNELS += ["qk_norm_rope", "qk_norm_rope_bf16", "window_write", "inverse_rope"]
 KERNELS += ["compress_hca_bf16", "compress_csa_bf16", "compress_index_fp4", "compress_index_fp8"]
-KERNELS += ["index_query_fp4", "index_query_fp8"]
+KERNELS += ["index_query_fp4", "index_query_fp8", "index_logits_fp4", "index_logits_flydsl", "index_logits_fp8"]
+KERNELS += ["index_logits_preshuffled", "topk", "translate"]
 KERNELS += ["attend_bf16", "attend_step", "attend_step_bf16"]
 
 PLANTED = """

@@ -35,6 +35,9 @@ REQUIRED = {  # kernel, target -> a matrix instruction that must stand in the co
     ("gemm_fp8", "sm_90"): r"[QH]GMMA",
     ("gemm_fp8", "sm_100"): r"UTC\w*MMA",
     ("gemm_fp8", "gfx950"): r"v_mfma_\w*f8f6f4",
+    ("index_logits_fp8", "sm_90"): r"QGMMA",
+    ("index_logits_fp8", "sm_100"): r"UTC\w*MMA",
+    ("index_logits_fp8", "gfx950"): r"v_mfma_\w*f8f6f4",
 }
 BF16_PRODUCT = {
     "sm_90": r"HG?MMA",
@@ -42,7 +45,7 @@ BF16_PRODUCT = {
     "gfx942": r"v_mfma_\w*bf16",
     "gfx950": r"v_mfma_\w*bf16",
 }
-for _name in ("attend", "attend_bf16", "attend_step", "attend_step_bf16"):
+for _name in ("attend", "attend_bf16", "attend_step", "attend_step_bf16", "index_logits_fp4", "index_logits_flydsl"):
     REQUIRED |= {(_name, target): pattern for target, pattern in BF16_PRODUCT.items()}
 for _name in ("gemm_bf16", "grouped_gemm"):
     REQUIRED |= {(_name, target): pattern for target, pattern in (BF16_PRODUCT | {"sm_90": "HGMMA"}).items()}

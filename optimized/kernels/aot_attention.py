@@ -29,6 +29,7 @@ def attention_cases() -> dict[str, Case]:
     projections = ("q_stride", "kv_stride")
     return {
         **_compressors(),
+        **_selection(),
         "qk_norm_rope": Case(
             qk_norm_rope.qk_norm_rope_kernel, "bbfffxbubliiiiii",
             {"BF16": False, **fused}, (*projections, *ROWS),
@@ -77,4 +78,26 @@ def _compressors() -> dict[str, Case]:
     return {
         name: Case(compress.compress_kernel, types.format(target), constants, strides)
         for name, (target, constants) in forms.items()
+    }
+
+
+def _selection() -> dict[str, Case]:
+    """Scores over paged keys in every form and order that a target uses, top-k, and translation."""
+    from . import index_logits, topk, translate
+
+    scored = {"LANES": 128, "HEADS": 64, **asdict(index_logits.GPU)}
+    strides = ("keys_stride", "scales_stride")
+    forms = {
+        "index_logits_fp4": ("uuf" + "uu", {"FP4": True, "ORDER": 0}),
+        "index_logits_flydsl": ("uuf" + "uu", {"FP4": True, "ORDER": 2}),
+        "index_logits_fp8": ("uuf" + "uf", {"FP4": False, "ORDER": 0}),
+        "index_logits_preshuffled": ("uuf" + "uf", {"FP4": False, "ORDER": 1}),
+    }
+    tail = "iipippfii"
+    kernel = index_logits.index_logits_kernel
+    cases = {name: Case(kernel, types + tail, {**form, **scored}, strides) for name, (types, form) in forms.items()}
+    return {
+        **cases,
+        "topk": Case(topk.topk_kernel, "fppii", {"K": 1024, "LANES": 1024, **asdict(topk.GPU)}, ("row_stride",)),
+        "translate": Case(translate.translate_kernel, "pppppp" + 7 * "i", asdict(translate.GPU), ("picks_stride",)),
     }
