@@ -1,6 +1,6 @@
 """Index compressor: the compressor of CSA over the indexer's projections, its rows rotated and written as index keys.
 
-Contract (docs/pool.md §6.11)
+Contract (docs/pool.md §8.6)
     as compress.py, with d = index_head_dim, except for the target:
     keys, scales  uint8 [blocks, 64 * key bytes], and uint8 [blocks, 64 * d/32] (FP4) or float32 [blocks, 64] (FP8): pages
                   of one layer (`IndexPool.pages`), any block stride; the dtype of the scales says which form

@@ -1,6 +1,6 @@
 """Scores of the indexer over paged keys: per head ReLU of the product, times the head's weight, summed over heads.
 
-Contract (docs/pool.md §6.12)
+Contract (docs/pool.md §8.7)
     codes, scales  index queries as indexer.py leaves them: uint8 [t, h, d/2] and [t, h, d/32] (FP4), or [t, h, d] and
                    [t, h, 1] (FP8); contiguous; d 64 or 128
     weights        float32 [t, h], contiguous; any sign

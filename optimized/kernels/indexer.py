@@ -1,6 +1,6 @@
 """Index queries: RoPE, Hadamard rotation, FP4 or FP8; and the weights of the index heads.
 
-Contract (docs/pool.md §6.10)
+Contract (docs/pool.md §8.5)
     q           bfloat16 [t, h, d], any token stride, head and channel dense; the output of the indexer's wq_b; d 64 or 128
     projected   float32 [t, h], any row stride; the output of weights_proj
     cos, sin    float32 [t, 32], of each token's own position

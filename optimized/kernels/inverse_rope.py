@@ -1,6 +1,6 @@
 """Inverse RoPE on an attention output that is already bfloat16. `decode_attention` can do it before it rounds at all.
 
-Contract (docs/pool.md §6.8)
+Contract (docs/pool.md §8.3)
     x           bfloat16 [t, h, head_dim], any token stride, head and channel dense
     cos, sin    float32 [t, 32], of each query's own position
     out         bfloat16 [t, h, head_dim], dense in head and channel, written whole; may be x itself

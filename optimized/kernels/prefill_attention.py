@@ -1,6 +1,6 @@
 """Prefill attention: the lists of decode attention, their window rows partly from this step's own payload.
 
-Contract (docs/pool.md §6.9)
+Contract (docs/pool.md §8.4)
     q, sink, cos, sin     as decode_attention
     main_rows, rope_rows  pool planes from the layer's base, as decode_attention
     step_main, step_rope  payload of this step, a row a token, in the same build, as qk_norm_rope leaves it; any row stride

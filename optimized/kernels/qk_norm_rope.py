@@ -1,6 +1,6 @@
 """Queries and window rows of a step: norms, RoPE and the one rounding of each, straight into the pool if wanted.
 
-Contract (docs/pool.md §6.6)
+Contract (docs/pool.md §8.1)
     q           bfloat16 [t, h, head_dim], any token stride, head and channel dense; the output of wq_b
     kv          bfloat16 [t, head_dim], any row stride; the output of wkv
     kv_weight   float32 [head_dim]

@@ -1,7 +1,7 @@
 """Steps that several kernels do on a tile of rows in registers: norm, rotation, Hadamard, and the forms of a pool row.
 
 A tile is float32 [R, LANES]; lanes past a row's width are 0 on the way in and out. Rows never meet: the result of a row
-does not depend on the tile's other rows. Source: docs/pool.md §2 and §6.
+does not depend on the tile's other rows. Source: docs/pool.md §2 and §8.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Exact top-k of each row: the k largest of its first `visible` columns, as ascending column numbers.
 
-Contract (docs/pool.md §6.13)
+Contract (docs/pool.md §8.8)
     logits    float32 [t, n], any row stride
     visible   int32 [t]; columns at and past min(visible, n) are never read. 0: a padded token
     picks     int32 [t, k], contiguous, written whole: min(visible, n, k) column numbers ascending, then -1

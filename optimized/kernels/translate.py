@@ -1,6 +1,6 @@
 """From picks to pool rows: write the compressed part of each token's attention list.
 
-Contract (docs/pool.md §6.14)
+Contract (docs/pool.md §8.9)
     picks          int32 [t, k], compressed entries of the token's sequence, any row stride; what lies past a token's count
                    is never used and may hold anything
     positions, batch_ids  int32 [t]; batch id -1: a padded token, nothing is written

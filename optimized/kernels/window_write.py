@@ -1,6 +1,6 @@
 """Window write: copy rows of a step into the window rings of their sequences, after attention has read the old ones.
 
-Contract (docs/pool.md §6.7)
+Contract (docs/pool.md §8.2)
     main, rope            payload of a step, a row a token, as qk_norm_rope leaves it: uint8 [t, head_dim] and bfloat16
                           [t, 64] (2buff), or bfloat16 [t, head_dim] and None (bf16 build); any row stride
     main_rows, rope_rows  the same planes of the pool, [r, ...], from the layer's base, any row stride
