@@ -22,7 +22,7 @@ parity: setup
 	$(BIN)/v4parity run $(if $(MODEL),--model "$(MODEL)")
 
 test: setup
-	$(BIN)/python -m pytest -q -n 2
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup
 
 lint: setup
 	$(BIN)/ruff check .
