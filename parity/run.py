@@ -63,6 +63,7 @@ def run(store: WeightStore, request: Request, listen: Listener = lambda done, re
     out += [records.drift_record(store.config, d) for d in flow.drift]
     out += records.missing_records(flow.judged, set(request.required))
     out += _never_met(request, store.config)
+    out += _drafter(request, store.config)
     return [*out, _summary(out, request, store.config, time.monotonic() - began)]
 
 
@@ -111,6 +112,18 @@ def _never_met(request: Request, config: Config) -> list[Record]:
         {"record": "not_run", "op": op.name, "phase": phase, "layers": 0, "required": op.name in request.required,
          "reason": op.reason if op.candidate is None else "no chosen layer has it", "volatile": {}}
         for op in unmet for phase in request.plan.judged
+    ]  # fmt: skip
+
+
+def _drafter(request: Request, config: Config) -> list[Record]:
+    """A DSpark drafter is in the checkpoint, and nobody here evaluates it."""
+    if config.dspark is None:
+        return []
+    reason = f"the forward of a DSpark drafter ({config.num_drafter_blocks} blocks) is not defined here"
+    return [
+        {"record": "not_run", "op": "dspark", "phase": phase, "layers": config.num_drafter_blocks, "required": False,
+         "reason": reason, "volatile": {}}
+        for phase in request.plan.judged
     ]  # fmt: skip
 
 
