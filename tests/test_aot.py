@@ -18,6 +18,7 @@ pytestmark = pytest.mark.aot
 KERNELS = ["quantize", "gemm_fp8", "compress_hca", "compress_csa", "state_write", "attend", "combine"]
 KERNELS += ["norm", "norm_quantize", "hc_project", "hc_post_project", "hc_post", "hc_mix", "hc_head"]
 KERNELS += ["gemm_bf16", "grouped_gemm", "router_scores", "choose_experts", "look_up_experts", "embed"]
+KERNELS += ["expert_gate_up", "expert_down", "expert_sum", "swiglu_quantize"]
 KERNELS += ["qk_norm_rope", "qk_norm_rope_bf16", "window_write", "inverse_rope"]
 KERNELS += ["compress_hca_bf16", "compress_csa_bf16", "compress_index_fp4", "compress_index_fp8"]
 KERNELS += ["index_query_fp4", "index_query_fp8", "index_logits_fp4", "index_logits_flydsl", "index_logits_fp8"]

@@ -164,6 +164,16 @@ def test_outputs_are_written_whole(monkeypatch):
     assert torch.equal(gemm_fp8(*clean, *weight), y)
 
 
+def test_gemm_in_float32_is_what_bfloat16_rounds():
+    args = (*quantize_activation(activations(7, 300)), *weights(200, 300))
+    y = gemm_fp8(*args, dtype=torch.float32)
+    want, bound = product(*args)
+    assert ((y.double() - want).abs() <= bound).all()
+    assert torch.equal(gemm_fp8(*args), y.bfloat16())
+    with pytest.raises(ValueError, match="float16"):
+        gemm_fp8(*args, dtype=torch.float16)
+
+
 def test_gemm_of_no_tokens_is_empty():
     assert gemm_fp8(*quantize_activation(activations(1, 256)[:0]), *weights(40, 256)).shape == (0, 40)
 

@@ -13,7 +13,7 @@ from .aot import Case
 
 def model_cases() -> dict[str, Case]:
     """Kernel name -> case. Only for a process that compiles."""
-    return {**_streams(), **_products(), **_router()}
+    return {**_streams(), **_products(), **_router(), **_experts()}
 
 
 def _streams() -> dict[str, Case]:
@@ -58,3 +58,22 @@ def _router() -> dict[str, Case]:
         "choose_experts": Case(router.choose_kernel, "ffpfiix", {**slots, "LANES": 512, **rows}, ("E",)),
         "look_up_experts": Case(router.look_up_kernel, "fllpfiix", {**slots, **rows}, ("E",)),
     }
+
+
+def _experts() -> dict[str, Case]:
+    from . import expert_sum, experts, swiglu
+
+    up, down = asdict(experts.GPU_UP), asdict(experts.GPU_DOWN)
+    weights = ("w1_stride", "w1_scale_stride", "w3_stride", "w3_scale_stride")
+    return {
+        "expert_gate_up": Case(
+            experts.gate_up_kernel, "uuuuuuppfuuiiiiiiiix", {"TOP_K": 6, **up}, ("N", "K", "x_stride", *weights),
+        ),
+        "expert_down": Case(
+            experts.down_kernel, "uuuuppfiiiiii", down, ("N", "K", "h_stride", "w2_stride", "w2_scale_stride"),
+        ),
+        "expert_sum": Case(
+            expert_sum.sum_kernel, "fpfbiiii", {"K": 6, **asdict(expert_sum.GPU)}, ("D", "y_stride", "shared_stride"),
+        ),
+        "swiglu_quantize": Case(swiglu.swiglu_kernel, "bbuuiiiix", asdict(swiglu.GPU), ("N", "gate_stride", "up_stride")),
+    }  # fmt: skip

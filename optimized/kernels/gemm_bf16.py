@@ -54,11 +54,9 @@ def gemm_bf16_kernel(
         a = tl.load(x + t[:, None] * x_stride + d[None, :], mask=(t < T)[:, None] & (d < K)[None, :], other=0.0)
         b = tl.load(w + n[:, None] * w_stride + d[None, :], mask=(n < N)[:, None] & (d < K)[None, :], other=0.0)
         acc = mma_bf16(a, tl.trans(b), acc)
-    mask = (t < T)[:, None] & (n < N)[None, :]
     if y.dtype.element_ty == tl.bfloat16:
-        tl.store(y + t[:, None] * N + n[None, :], bf16_rn(acc), mask=mask)
-    else:
-        tl.store(y + t[:, None] * N + n[None, :], acc, mask=mask)
+        acc = bf16_rn(acc)
+    tl.store(y + t[:, None] * N + n[None, :], acc, mask=(t < T)[:, None] & (n < N)[None, :])
 
 
 @triton.jit

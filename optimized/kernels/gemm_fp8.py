@@ -3,9 +3,9 @@
 Contract (docs/pool.md §6.2)
     x_codes   uint8 [t, k], any row stride          x_scales uint8 [t, ceil(k/128)], any row stride
     w_codes   uint8 [n, k], any row stride          w_scales uint8 [ceil(n/128), ceil(k/128)], any row stride
-    y         bfloat16 [t, n], contiguous, written whole; inputs are read only
+    y         bfloat16 or float32 [t, n], contiguous, written whole; inputs are read only
     rounding  per block of 128 channels of k one float32 partial of the raw codes, times (s_x * s_w), added to a
-              float32 accumulator in ascending k; one rounding to bfloat16 at the end. How the 128 products of a
+              float32 accumulator in ascending k; y as summed, or one rounding to bfloat16. How the 128 products of a
               partial are summed is the hardware's business (Hopper keeps about 14 bits between its instructions).
 Tiles are constants of the variant: a token's bits do not depend on the other tokens. ROWS is 64 because a smaller
 tile loses the FP8 matrix instruction of sm_90.
@@ -58,7 +58,9 @@ def gemm_fp8_kernel(
         sx = e8m0_up(tl.load(x_scale + t * x_scale_stride + block, mask=t < T, other=0))
         sw = e8m0_up(tl.load(w_scale + (n // 128) * w_scale_stride + block, mask=n < N, other=0))
         acc += mma_fp8(a, tl.trans(b), tl.zeros((ROWS, COLS), tl.float32)) * (sx[:, None] * sw[None, :])
-    tl.store(y + t[:, None] * N + n[None, :], bf16_rn(acc), mask=row & (n < N)[None, :])
+    if y.dtype.element_ty == tl.bfloat16:
+        acc = bf16_rn(acc)
+    tl.store(y + t[:, None] * N + n[None, :], acc, mask=row & (n < N)[None, :])
 
 
 def tiles_for_width(outputs: int) -> Tiles:
@@ -67,16 +69,19 @@ def tiles_for_width(outputs: int) -> Tiles:
 
 
 def gemm_fp8(
-    codes: Tensor, scales: Tensor, weight_codes: Tensor, weight_scales: Tensor, tiles: Tiles | None = None
-) -> Tensor:
-    """Quantised x [t, k] times quantised W [n, k] transposed -> bfloat16 [t, n]. Raises ValueError."""
+    codes: Tensor, scales: Tensor, weight_codes: Tensor, weight_scales: Tensor, tiles: Tiles | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:  # fmt: skip
+    """Quantised x [t, k] times quantised W [n, k] transposed -> [t, n] in bfloat16 or float32. Raises ValueError."""
     (tokens, depth), outputs = codes.shape, weight_codes.shape[0]
     require(codes, "codes", torch.uint8, (None, None))
     require(scales, "scales", torch.uint8, (tokens, ceil_div(depth, BLOCK)))
     require(weight_codes, "weight_codes", torch.uint8, (None, depth))
     require(weight_scales, "weight_scales", torch.uint8, (ceil_div(outputs, BLOCK), ceil_div(depth, BLOCK)))
     tiles = tiles or tiles_for_width(outputs)
-    y = torch.empty(tokens, outputs, dtype=torch.bfloat16, device=codes.device)
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"y cannot be {dtype}, only float32 or bfloat16")
+    y = torch.empty(tokens, outputs, dtype=dtype, device=codes.device)
     grid = (ceil_div(tokens, tiles.ROWS), ceil_div(outputs, tiles.COLS))
     if tokens:
         gemm_fp8_kernel[grid](
