@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import ModuleType
+
 import torch
-from kernel_cases import UNIT, gamma, illegal_bf16, illegal_e4m3, scale_byte, scale_value
+from kernel_cases import UNIT, gamma, illegal_bf16, illegal_e4m3, mutant, scale_byte, scale_value
 from torch import Tensor
 
 from optimized.pool import rows as row_codec
@@ -60,3 +63,9 @@ def illegal_rows(main: Tensor, rope: Tensor | None, want: Tensor, bound: Tensor)
     shape = (main != row_codec.pack_2buff(codes, scales, main.shape[-1])).any(-1)
     nope = illegal_blocks(codes, scales, want[:, :-64], bound[:, :-64], 64).any(-1)
     return shape | nope | illegal_bf16(rope, want[:, -64:], bound[:, -64:]).any(-1)
+
+
+def mutant_through(module: ModuleType, helper: ModuleType, tmp_path: Path, *edits: tuple[str, str]) -> ModuleType:
+    """The kernel file over a helper file with planted mistakes."""
+    old, new = (m.__name__.rsplit(".", 1)[-1] for m in (helper, mutant(helper, tmp_path, *edits)))
+    return mutant(module, tmp_path, (f"from .{old} import", f"from .{new} import"))

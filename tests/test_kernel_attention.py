@@ -154,7 +154,7 @@ def test_rotating_after_the_rounding_is_another_result():
     """Why the inverse RoPE is fused: rounding twice leaves the legal range that one rounding has."""
     args, values, scale = case(16, [300, 200, 250])
     turn = turn_of(3)
-    twice = inverse_rope(decode_attention(*args, scale=scale), *turn)
+    twice = on_device(inverse_rope)(decode_attention(*args, scale=scale), *turn)
     once = decode_attention(*args, *turn, scale=scale)
     want, _ = expected(args[0], values, *args[3:], scale, turn)
     error = [(x.double() - want)[..., -64:].square().mean() for x in (twice, once)]

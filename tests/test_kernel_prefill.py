@@ -9,13 +9,16 @@ from kernel_cases import mutant, on_device, poison_new_memory
 
 from optimized.kernels import decode_attention as attention_file
 from optimized.kernels import prefill_attention as prefill_file
-from optimized.kernels.decode_attention import Tiles, decode_attention
+from optimized.kernels.decode_attention import Tiles
 from optimized.kernels.window_write import last_writes, write_window
 from optimized.pool import plans, rows
 from optimized.pool.geometry import Geometry
 from optimized.pool.pool import Pool
 from optimized.rope import rope_table
 from reference.presets import preset
+
+decode_attention = on_device(attention_file.decode_attention)
+prefill_attention = on_device(prefill_file.prefill_attention)
 
 SMALL = Tiles(HEADS=16, ROWS=16, SPLIT=32, JOIN=4)
 STARTS, EXTEND = [1019, 0, 130], [5, 18, 2]  # a long prefix, a first chunk longer than the ring, a short one
@@ -69,9 +72,9 @@ class Case:
         indices, indptr = plans.attention_lists(*args, self.step if two_sources else None)
         return torch.from_numpy(indices), torch.from_numpy(indptr)
 
-    def prefill(self, module=prefill_file, tiles=SMALL):
+    def prefill(self, tiles=SMALL):
         args = self.q, *self.views, *self.payload, *self.lists(True), self.sink, *self.turn
-        return on_device(module.prefill_attention)(*args, scale=self.scale, tiles=tiles)
+        return prefill_attention(*args, scale=self.scale, tiles=tiles)
 
     def decode_token_by_token(self, tiles=SMALL):
         """Every token alone, its own row and those before it written into the ring first."""
@@ -82,7 +85,7 @@ class Case:
             now = [p if p is None else p[t : t + 1] for p in self.payload]
             end = torch.tensor([int(self.positions[t]) + 1])
             destination = last_writes(torch.tensor([int(row)]), end - 1, end, ring)
-            write_window(*now, *self.views, destination)
+            on_device(write_window)(*now, *self.views, destination)
             ptr = (indptr[t : t + 2] - indptr[t]).int()
             own = indices[indptr[t] : indptr[t + 1]]
             turn = [x[t : t + 1] for x in self.turn]
@@ -92,8 +95,9 @@ class Case:
 
 
 @pytest.mark.parametrize("build", ["2buff", "bf16"])
-@pytest.mark.parametrize(("kind", "tiles"), [("window", SMALL), ("hca", SMALL), ("csa", SMALL), ("csa", None)])
-def test_a_chunk_has_the_bits_of_token_by_token_decoding(build, kind, tiles):
+@pytest.mark.parametrize("kind", ["window", "hca", "csa"])
+def test_a_chunk_has_the_bits_of_token_by_token_decoding(build, kind):
+    tiles = None if (build, kind) == ("2buff", "csa") else SMALL
     case = Case(build, kind)
     got = case.prefill(tiles=tiles)
     indices, indptr = case.lists(True)
@@ -115,7 +119,7 @@ def test_any_row_may_come_from_either_source():
     want = decode_attention(case.q, *views, moved, indptr, *args, scale=case.scale, tiles=SMALL)
     assert torch.equal(case.prefill(), want)
     mixed = torch.where(torch.arange(len(moved)) % 2 == 0, moved, torch.where(indices < 0, indices, moved))
-    got = prefill_file.prefill_attention(case.q, *views, *case.payload, mixed, indptr, *args, scale=case.scale, tiles=SMALL)
+    got = prefill_attention(case.q, *views, *case.payload, mixed, indptr, *args, scale=case.scale, tiles=SMALL)
     assert torch.equal(got, want)
 
 
@@ -151,14 +155,14 @@ def test_payload_rows_behind_two_gib():
     there = torch.where(indices < 0, indices - far, indices)
     args = case.q, *case.views, *step, there.int(), indptr, case.sink, *case.turn
     assert far * 512 > 2**31
-    assert torch.equal(prefill_file.prefill_attention(*args, scale=case.scale, tiles=SMALL), case.prefill())
+    assert torch.equal(prefill_attention(*args, scale=case.scale, tiles=SMALL), case.prefill())
 
 
 def test_sources_of_two_builds_are_refused():
     case, other = Case(), Case("bf16")
     args = case.q, *case.views, *other.payload, *case.lists(True), case.sink
     with pytest.raises(ValueError, match="builds"):
-        prefill_file.prefill_attention(*args, scale=case.scale, tiles=SMALL)
+        prefill_attention(*args, scale=case.scale, tiles=SMALL)
 
 
 MISTAKES = {

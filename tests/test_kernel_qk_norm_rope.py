@@ -7,12 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import illegal_bf16, mutant, on_device, poison_new_memory, uneven
-from row_cases import illegal_rows, normed, turned
+from row_cases import illegal_rows, mutant_through, normed, turned
 
 from optimized.kernels import qk_norm_rope as kernel_file
+from optimized.kernels import row_tiles
 from optimized.kernels.qk_norm_rope import Tiles, payload_like
 from optimized.rope import rope_table
 from reference.presets import preset
+
+qk_norm_rope = on_device(kernel_file.qk_norm_rope)
 
 EPS = 0.37  # large, so that a lost epsilon shows
 POSITIONS = [0, 1, 127, 128, 65_536, 999_999]
@@ -74,14 +77,14 @@ def test_rows_go_to_their_destination_and_nowhere_else(build):
     """Straight into a wide pool, two tokens skipped: the same bytes as the payload; the rest keeps its poison."""
     q, kv, weight, cos, sin = case()
     payload = payload_like(kv, build)
-    plain = kernel_file.qk_norm_rope(q, kv, weight, EPS, cos, sin, *payload)
+    plain = qk_norm_rope(q, kv, weight, EPS, cos, sin, *payload)
     planes = [None if p is None else torch.zeros(9, 2 * p.shape[1], dtype=p.dtype) for p in payload]
     for plane in planes:
         if plane is not None:
             plane.view(torch.uint8).fill_(0xFF)
     views = [None if p is None else p[:, : p.shape[1] // 2] for p in planes]
     destination = torch.tensor([7, -1, 0, 3, -1, 8])
-    got = on_device(kernel_file.qk_norm_rope)(q, kv, weight, EPS, cos, sin, *views, destination)
+    got = qk_norm_rope(q, kv, weight, EPS, cos, sin, *views, destination)
     assert torch.equal(got, plain)
     for plane, view, rows in zip(planes, views, payload, strict=True):
         if plane is not None:
@@ -94,11 +97,11 @@ def test_rows_go_to_their_destination_and_nowhere_else(build):
 def test_a_token_does_not_depend_on_its_company():
     q, kv, weight, cos, sin = case(tokens=11)
     whole_rows = payload_like(kv, "2buff")
-    whole = kernel_file.qk_norm_rope(q, kv, weight, EPS, cos, sin, *whole_rows)
+    whole = qk_norm_rope(q, kv, weight, EPS, cos, sin, *whole_rows)
     for t in (0, 5, 10):
         one = slice(t, t + 1)
         rows = payload_like(kv[one], "2buff")
-        assert torch.equal(kernel_file.qk_norm_rope(q[one], kv[one], weight, EPS, cos[one], sin[one], *rows)[0], whole[t])
+        assert torch.equal(qk_norm_rope(q[one], kv[one], weight, EPS, cos[one], sin[one], *rows)[0], whole[t])
         assert all(torch.equal(a[0], b[t]) for a, b in zip(rows, whole_rows, strict=True))
 
 
@@ -116,7 +119,7 @@ def test_a_nan_stays_in_its_head_and_shows_in_its_row():
     q, kv, weight, cos, sin = case()
     q[1, 2, 3], kv[2, 5] = torch.nan, torch.inf
     main, rope = payload_like(kv, "2buff")
-    out = kernel_file.qk_norm_rope(q, kv, weight, EPS, cos, sin, main, rope)
+    out = qk_norm_rope(q, kv, weight, EPS, cos, sin, main, rope)
     assert out[1, 2].isnan().all() and out.isnan().any(-1).sum() == 1
     assert main[2, 448] == 255 and not (main[[0, 1, 3, 4, 5], 448] == 255).any()
 
@@ -125,9 +128,9 @@ def test_rows_behind_two_gib():
     q, kv, weight, cos, sin = case(tokens=2)
     far = 5_000_000
     main, rope = torch.empty(far + 2, 512, dtype=torch.uint8), torch.empty(far + 2, 64, dtype=torch.bfloat16)
-    kernel_file.qk_norm_rope(q, kv, weight, EPS, cos, sin, main, rope, torch.tensor([far + 1, far]))
+    qk_norm_rope(q, kv, weight, EPS, cos, sin, main, rope, torch.tensor([far + 1, far]))
     near = payload_like(kv, "2buff")
-    kernel_file.qk_norm_rope(q, kv, weight, EPS, cos, sin, *near)
+    qk_norm_rope(q, kv, weight, EPS, cos, sin, *near)
     assert far * 512 > 2**31
     assert torch.equal(main[far:].flip(0), near[0]) and torch.equal(rope[far:].flip(0), near[1])
 
@@ -135,9 +138,9 @@ def test_rows_behind_two_gib():
 def test_what_does_not_fit_is_refused():
     q, kv, weight, cos, sin = case()
     with pytest.raises(ValueError, match="destination"):
-        kernel_file.qk_norm_rope(q, kv, weight, EPS, cos, sin, *payload_like(kv, "2buff"), torch.zeros(6).int())
+        qk_norm_rope(q, kv, weight, EPS, cos, sin, *payload_like(kv, "2buff"), torch.zeros(6).int())
     with pytest.raises(ValueError, match="do not hold"):
-        kernel_file.qk_norm_rope(q, kv, weight, EPS, cos, sin, *payload_like(kv[:5], "bf16"))
+        qk_norm_rope(q, kv, weight, EPS, cos, sin, *payload_like(kv[:5], "bf16"))
 
 
 MISTAKES = {
@@ -155,5 +158,23 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_planted_mistakes_are_seen(tmp_path, mistake, monkeypatch):
     wrong = mutant(kernel_file, tmp_path, MISTAKES[mistake])
+    poison_new_memory(monkeypatch)
+    assert faults(case(head_dim=192), "2buff", wrong)
+
+
+TILE_MISTAKES = {
+    "scale written once": ("row + NOPE + 2 * tile + 1, scale", "row + NOPE + 2 * tile + 1, scale * 0"),
+    "padding not cleared": ("pad >= 2 * TILES", "pad >= 2 * TILES + 8"),
+    "last code lost": ("mask=live[:, None] & (d < NOPE))", "mask=live[:, None] & (d < NOPE - 1))"),
+    "floored exponent": ("blocks * e8m0_inverse(scale)[:, :, None]).reshape(y.shape[0], LANES)",
+                         "blocks * 2 * e8m0_inverse(scale)[:, :, None]).reshape(y.shape[0], LANES)"),
+    "pairs of two halves": ("odd * c + even * s", "odd * c - even * s"),
+    "table of the first pair": ("cos + at[:, None] * 32 + pair", "cos + at[:, None] * 32 + 0 * pair"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", TILE_MISTAKES)
+def test_planted_mistakes_in_row_tiles_are_seen(tmp_path, mistake, monkeypatch):
+    wrong = mutant_through(kernel_file, row_tiles, tmp_path, TILE_MISTAKES[mistake])
     poison_new_memory(monkeypatch)
     assert faults(case(head_dim=192), "2buff", wrong)

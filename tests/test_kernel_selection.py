@@ -21,6 +21,9 @@ from optimized.pool.pool import IndexPool, Pool
 from reference import indexer as reference_indexer
 from reference.presets import preset
 
+index_logits = on_device(logits_file.index_logits)
+topk = on_device(topk_file.topk)
+
 SMALL = logits_file.Tiles(COLS=16)
 VISIBLE = [0, 1, 63, 64, 65, 130, 190]
 TABLE = torch.tensor([[4, 1, 5], [0, 6, 3]], dtype=torch.int32)
@@ -94,17 +97,17 @@ def test_scores_of_other_shapes(name, heads, width, monkeypatch):
 def test_a_score_does_not_depend_on_company_or_columns(name, tiles):
     case = Scores(name)
     order = case.layout.order
-    whole = logits_file.index_logits(*case.args, columns=192, order=order, tiles=tiles)
+    whole = index_logits(*case.args, columns=192, order=order, tiles=tiles)
     for t in (3, 6):
         one = [x[t : t + 1] for x in case.args[:3]]
         args = *one, *case.pages, TABLE, case.batch[t : t + 1], case.visible[t : t + 1]
-        alone = logits_file.index_logits(*args, columns=VISIBLE[t], order=order, tiles=tiles)
+        alone = index_logits(*args, columns=VISIBLE[t], order=order, tiles=tiles)
         assert torch.equal(alone[0], whole[t, : VISIBLE[t]])
 
 
 def test_too_few_columns_give_nan():
     case = Scores("fp4_natural")
-    got = logits_file.index_logits(*case.args, columns=100)
+    got = index_logits(*case.args, columns=100)
     assert got[5:].isnan().all() and not got[4, :65].isnan().any()
 
 
@@ -112,7 +115,7 @@ def test_a_nan_key_shows_where_it_is_seen():
     """Scale byte 255 of one key: NaN for the tokens of its sequence that see it, and for nobody else."""
     case = Scores("fp4_natural")
     case.pages[1][TABLE[1, 1], 4 * 3] = 255  # key 67 of sequence 1
-    got = logits_file.index_logits(*case.args, columns=192)
+    got = index_logits(*case.args, columns=192)
     seen = torch.arange(192) < case.visible[:, None]
     assert (got.isnan() & seen).nonzero().tolist() == [[6, 67]]
 
@@ -125,9 +128,9 @@ def test_pages_behind_two_gib():
     keys[far:], scales[far:] = case.pages
     args = *case.args[:3], keys, scales, TABLE + far, *case.args[6:]
     seen = torch.arange(192) < case.visible[:, None]
-    want = logits_file.index_logits(*case.args, columns=192)
+    want = index_logits(*case.args, columns=192)
     assert far * stride > 2**31
-    assert torch.equal(logits_file.index_logits(*args, columns=192)[seen], want[seen])
+    assert torch.equal(index_logits(*args, columns=192)[seen], want[seen])
 
 
 SCORE_MISTAKES = {
@@ -203,16 +206,16 @@ def test_topk_of_a_million_tokens_context():
 def test_topk_equals_the_references_selection():
     logits = adversarial(6, 700, 5)
     visible = torch.tensor([700, 0, 3, 65, 64, 650], dtype=torch.int32)
-    assert torch.equal(topk_file.topk(logits, visible, 64).long(), reference_indexer.select_topk(logits, visible, 64))
+    assert torch.equal(topk(logits, visible, 64).long(), reference_indexer.select_topk(logits, visible, 64))
 
 
 def test_what_topk_must_not_see_may_hold_anything():
     logits = adversarial(3, 100, 1)
     visible = torch.tensor([40, 7, 99], dtype=torch.int32)
-    clean = topk_file.topk(logits, visible, 16)
+    clean = topk(logits, visible, 16)
     for t, v in enumerate(visible):
         logits[t, v:] = torch.nan
-    assert torch.equal(topk_file.topk(logits, visible, 16), clean)
+    assert torch.equal(topk(logits, visible, 16), clean)
 
 
 TOPK_MISTAKES = {
@@ -297,8 +300,8 @@ def test_planted_mistakes_in_translation_are_seen(tmp_path, mistake):
 def test_what_does_not_fit_is_refused():
     case = Scores("fp4_natural")
     with pytest.raises(ValueError, match="pages"):
-        logits_file.index_logits(*case.args, columns=193)
+        index_logits(*case.args, columns=193)
     with pytest.raises(ValueError, match="preshuffled"):
-        logits_file.index_logits(*case.args, columns=64, order="preshuffled")
+        index_logits(*case.args, columns=64, order="preshuffled")
     with pytest.raises(ValueError, match="top-0"):
-        topk_file.topk(torch.zeros(1, 4), torch.zeros(1, dtype=torch.int32), 0)
+        topk(torch.zeros(1, 4), torch.zeros(1, dtype=torch.int32), 0)

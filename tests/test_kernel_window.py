@@ -78,13 +78,13 @@ def test_rows_behind_two_gib(build):
     planes = [torch.empty(far + 2, width, dtype=torch.uint8 if build == "2buff" else torch.bfloat16)]
     planes.append(torch.empty(far + 2, 64, dtype=torch.bfloat16) if build == "2buff" else None)
     payload = [None if p is None else torch.ones(2, p.shape[1], dtype=p.dtype) for p in planes]
-    window_file.write_window(*payload, *planes, torch.tensor([far, far + 1]))
+    on_device(window_file.write_window)(*payload, *planes, torch.tensor([far, far + 1]))
     assert all((p[far:] == 1).all() for p in planes if p is not None)
 
 
 def test_empty_steps_and_mixed_builds():
     step = Step("2buff")
-    window_file.write_window(*(p[:0] for p in step.payload), *step.views, step.destination[:0])
+    on_device(window_file.write_window)(*(p[:0] for p in step.payload), *step.views, step.destination[:0])
     assert (step.pool.memory == 0xFF).all()
     with pytest.raises(ValueError, match="builds"):
         window_file.write_window(*step.payload, *Step("bf16").views, step.destination)
@@ -145,7 +145,7 @@ def test_inverse_rope_of_any_shape(tokens, heads):
 
 def test_inverse_rope_in_place():
     x, cos, sin = attention_output()
-    want = rope_file.inverse_rope(x, cos, sin)
+    want = on_device(rope_file.inverse_rope)(x, cos, sin)
     on_device(rope_file.inverse_rope)(x, cos, sin, x)
     assert torch.equal(x, want)
 
