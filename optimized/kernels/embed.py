@@ -1,6 +1,6 @@
 """Embedding: rows of a table into the residual streams, each token's row into every stream.
 
-Contract (docs/pool.md §6.11)
+Contract (docs/pool.md §9.6)
     table    bfloat16 [v, d], any row stride
     ids      int64 [t]; -1: padding, whose streams are 0. Ids are checked by whoever holds them: one past the table
              reads past it

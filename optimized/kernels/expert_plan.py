@@ -1,7 +1,7 @@
 """Which rows of which expert a program computes: pairs (token, slot) sorted by expert, in whole blocks. Torch, no kernel.
 
 Nothing here waits for a device: the number of blocks is a bound from shapes alone, and surplus blocks have no expert.
-Source: docs/pool.md §6.10.
+Source: docs/pool.md §9.5.
 """
 
 from __future__ import annotations

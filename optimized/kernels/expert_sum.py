@@ -1,6 +1,6 @@
 """Sum of a token's experts: routed ones by ascending number, the shared one last.
 
-Contract (docs/pool.md §6.10)
+Contract (docs/pool.md §9.5)
     y         float32 [t*k, d], a row a pair, any row stride; shared float32 [t, d], any row stride
     summands  int32 [t, k]: a token's rows of y in the order of the sum; -1: left out
     out       bfloat16 [t, d], contiguous, written whole

@@ -1,6 +1,6 @@
 """Routed experts: grouped FP4 products of w1 and w3 with SwiGLU and quantiser behind them, then of w2.
 
-Contract (docs/pool.md §6.10)
+Contract (docs/pool.md §9.5)
     x_codes, x_scales  uint8 [t, d], uint8 [t, ceil(d/128)], any row stride: the input of the layer, quantised once
     w1, w3, w2         uint8 [e, i, d/2], [e, i, d/2], [e, d, i/2]: packed E2M1, low nibble first; any expert stride, rows
                        dense. Scales uint8 [e, i, ceil(d/32)] and [e, d, ceil(i/32)], likewise

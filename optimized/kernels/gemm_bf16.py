@@ -1,6 +1,6 @@
 """Products of bfloat16 rows: with a bfloat16 weight, and group by group with an FP8 weight widened on the way (wo_a).
 
-Contract (docs/pool.md §6.8)
+Contract (docs/pool.md §9.3)
     gemm_bf16     x bfloat16 [t, k], w bfloat16 [n, k], any row stride -> y [t, n], bfloat16 or float32
     grouped_gemm  x bfloat16 [t, g, k], any token and group stride; codes uint8 [g*r, k], scales uint8
                   [ceil(g*r/128), ceil(k/128)], any row stride -> y bfloat16 [t, g*r], where group i meets rows

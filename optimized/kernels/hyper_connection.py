@@ -1,6 +1,6 @@
 """Hyper-connections: the mix of the residual streams before and after a sub-layer, apart and fused, and the last mix.
 
-Contract (docs/pool.md §6.7)
+Contract (docs/pool.md §9.2)
     x        bfloat16 [t, s, d], streams; any token stride, last two dimensions dense; s a power of two (4)
     fn       float32 [(2+s)*s, s*d], base float32 [(2+s)*s], scale float32 [3]; for the head [s, s*d], [s], [1]
     z        bfloat16 [t, d], a sub-layer's output, any row stride

@@ -1,6 +1,6 @@
 """RMSNorm of bfloat16 rows, and the same followed by the activation quantiser.
 
-Contract (docs/pool.md §6.6)
+Contract (docs/pool.md §9.1)
     x        bfloat16 [t, d], any row stride, last dimension dense
     weight   float32 [d]
     y        bfloat16 [t, d], contiguous, written whole

@@ -1,6 +1,6 @@
 """Router: scores of all experts, and the choice of a token's experts with their weights, by score or by token id.
 
-Contract (docs/pool.md §6.9)
+Contract (docs/pool.md §9.4)
     x         bfloat16 [t, d], gate bfloat16 [e, d], any row stride
     scores    float32 [t, e], dense: sqrt(softplus(x gate^T))
     bias      float32 [e]: chooses, and does no more

@@ -1,6 +1,6 @@
 """Clamped SwiGLU and its quantiser: w1 and w3 products in, E4M3 codes per 128 out. For the shared expert.
 
-Contract (docs/pool.md §6.10)
+Contract (docs/pool.md §9.5)
     gate, up  bfloat16 [t, i], any row stride
     codes     uint8 [t, i], scales uint8 [t, ceil(i/128)], contiguous, written whole
     rounding  silu(min(gate, limit)) * clamp(up, -limit, limit) in float32, straight into E4M3 as §6.1
