@@ -22,6 +22,7 @@ from kernel_cases import (
 )
 from torch import Tensor
 
+from optimized.kernels import expert_plan as plan_file
 from optimized.kernels import expert_sum as sum_file
 from optimized.kernels import experts as experts_file
 from optimized.kernels import swiglu as swiglu_file
@@ -158,10 +159,12 @@ def check_up(c: Case, h: Tensor, h_scales: Tensor) -> float:
 @given(st.integers(1, 60), st.integers(1, 6), st.integers(1, 20), st.sampled_from([1, 4, 16]), st.integers(0, 99))
 def test_plan_names_every_pair_once_in_a_block_of_its_expert(tokens, slots, count, height, seed):
     g = torch.Generator().manual_seed(seed)
-    slots = min(slots, count)
-    experts = torch.stack([torch.randperm(count, generator=g)[:slots] for _ in range(tokens)]).int()
+    experts = torch.stack([torch.randperm(count, generator=g)[: min(slots, count)] for _ in range(tokens)]).int()
     experts[torch.rand(tokens, generator=g) < 0.2] = -1
-    plan = plan_experts(experts, count, height)
+    check_plan(plan_experts(experts, count, height), experts)
+
+
+def check_plan(plan: ExpertPlan, experts: Tensor) -> None:
     pair, token, expert = live_pairs(experts)
     named = plan.rows[plan.rows >= 0].long()
     assert torch.equal(named, pair[torch.argsort(expert, stable=True)])  # ascending expert, then token
@@ -169,10 +172,26 @@ def test_plan_names_every_pair_once_in_a_block_of_its_expert(tokens, slots, coun
     assert torch.equal(owner, experts.flatten()[named].long())
     used = plan.block_expert >= 0
     assert ((plan.rows >= 0).any(1) == used).all() and (plan.rows[used][:, 0] >= 0).all()
-    for t in range(tokens):
+    for t in range(experts.shape[0]):
         row = plan.summands[t][plan.summands[t] >= 0].long()
         assert set(row.tolist()) == set(pair[token == t].tolist())
         assert (experts.flatten()[row].diff() > 0).all()
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        ("(sizes[:-1] + height - 1) // height", "sizes[:-1] // height + 1"),  # a block too many where all are full
+        ("first_row = torch.cat([ends.new_zeros(1), ends])", "first_row = torch.cat([ends, ends[-1:]])"),
+        ("torch.argsort(experts, dim=1)", "torch.arange(slots).expand(tokens, -1)"),  # slots in the order of scores
+        ("right=True", "right=False"),
+    ],
+)
+def test_planted_mistakes_in_the_plan_are_seen(tmp_path, edit):
+    wrong = mutant(plan_file, tmp_path, edit).plan_experts
+    experts = torch.tensor([[1, 0], [0, 1], [2, 1], [-1, -1], [1, 3]], dtype=torch.int32)
+    with pytest.raises((AssertionError, RuntimeError, IndexError)):
+        check_plan(wrong(experts, 5, 2), experts)
 
 
 def test_plan_of_no_tokens_and_of_padding_alone():
@@ -191,9 +210,10 @@ def test_gate_up_on_sums_that_are_exact(tokens, slots, count, width, inner, tile
     assert check_up(c, *gate_up(*c.up_args, tiles=tiles)) == 1
 
 
-def test_sums_are_exact_here():
+@pytest.mark.parametrize("shape", [*SHAPES, (2, 1, 1, 7168, 128)])
+def test_sums_are_exact_here(shape):
     """What `exact` claims: magnitudes of a sum, in the unit of its smallest summand, fit 24 bits."""
-    c = case(7, 6, 7, 320, 136)
+    c = case(*shape)
     x, w = values_fp8(*c.x).abs(), values_fp4(*c.w1).abs()
     sums = torch.einsum("tk,enk->ten", x, w) * 2**11
     assert (x * 2**3 % 1 == 0).all() and (w * 2**8 % 1 == 0).all() and sums.max() < 2**24
@@ -208,11 +228,36 @@ def test_gate_up_on_uneven_input():
 @pytest.mark.parametrize("tiles", [None, SMALL])
 def test_down_stays_within_the_float32_bound(tokens, slots, count, width, inner, tiles):
     c = case(tokens, slots, count, width, inner)
-    h = quantize_activation(uneven(torch.Generator().manual_seed(1), tokens * slots, inner).bfloat16())
-    y = down(*h, *c.w2, c.plan, tiles=tiles)
+    check_down(lambda *args: down(*args, tiles=tiles), c)
+
+
+def check_down(kernel, c: Case) -> None:
+    h = quantize_activation(uneven(torch.Generator().manual_seed(1), c.experts.numel(), c.w2[0].shape[2] * 2).bfloat16())
     pair, _, expert = live_pairs(c.experts)
     want, bound = product(values_fp8(*h)[pair], values_fp4(*c.w2)[expert])
-    assert ((y[pair].double() - want).abs() <= bound).all()
+    assert ((kernel(*h, *c.w2, c.plan)[pair].double() - want).abs() <= bound).all()
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        ("w2 += expert * w2_stride", "w2 += 0"),
+        ("w2_scale += expert * w2_scale_stride", "w2_scale += 0"),
+        ("STEP), acc)", "STEP), bf16_up(bf16_rn(acc)))"),
+        ("y + pair[:, None] * N + n[None, :], acc", "y + pair[:, None] * N + n[None, :], bf16_up(bf16_rn(acc))"),  # no site
+    ],
+)
+def test_planted_mistakes_in_down_are_seen(tmp_path, edit):
+    wrong = with_plan(mutant(experts_file, tmp_path, edit).expert_down)
+    with pytest.raises(AssertionError):
+        check_down(lambda *args: wrong(*args, tiles=SMALL), case(5, 3, 3, 72, 200))
+
+
+def test_an_expert_at_the_depths_of_pro():
+    """d = 7168 in 56 scale blocks and i = 3072 in 24, with the other width cut."""
+    c = case(2, 1, 1, 7168, 128)
+    assert check_up(c, *gate_up(*c.up_args)) == 1
+    check_down(down, case(2, 1, 1, 128, 3072))
 
 
 def test_weights_come_out_exactly_for_every_code_and_scale():

@@ -166,7 +166,10 @@ def test_planted_mistakes_in_the_grouped_product_are_seen(tmp_path, edit):
     assert illegal_bf16(wrong(*args, tiles=SMALL), *grouped_product(*args)).any()
 
 
-def test_a_group_of_pro():
-    """K = 4096, with the rank cut."""
+def test_the_depths_of_pro():
+    """K = 7168, and a group's 4096 with the rank cut."""
+    x, w = operands(5, 64, 7168)
+    want, bound = product(x, w)
+    assert ((gemm_bf16(x, w).double() - want).abs() <= bound).all()
     args = grouped_operands(5, 2, 64, 4096)
     assert not illegal_bf16(grouped_gemm(*args), *grouped_product(*args)).any()

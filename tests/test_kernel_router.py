@@ -66,6 +66,11 @@ def test_scores_of_uneven_inputs(rows, experts, width, seed):
     assert in_limits(router_scores(x, gate), score_limits(x, gate, gamma(width)))
 
 
+def test_scores_at_the_width_of_pro():
+    x, gate = exact_case(3, 384, 7168)
+    assert in_limits(router_scores(x, gate), score_limits(x, gate, 0.0))
+
+
 def chosen(scores: torch.Tensor, bias: torch.Tensor, k: int) -> torch.Tensor:
     """The definition, one token at a time: largest score + bias first, then the lower number."""
     ranks = (scores + bias).tolist()
