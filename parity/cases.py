@@ -153,6 +153,14 @@ def _span(text: str, named: dict[str, int]) -> list[int]:
     return list(range(int(first), int(last or first) + 1))
 
 
+def layer_kinds(config: Config, layer: int) -> set[str]:
+    """Kinds of ops that a layer has: that of its attention; `mtp` in a drafter; `first` where embeddings come in, `head`
+    where logits come out."""
+    drafter = layer >= config.num_hidden_layers
+    ends = {"first": drafter or layer == 0, "head": drafter or layer == config.num_hidden_layers - 1, "mtp": drafter}
+    return {config.kind(layer)} | {name for name, here in ends.items() if here}
+
+
 def layer_name(config: Config, layer: int) -> str:
     """Tap prefix of a layer's block: `layers.30`, `mtp.0.block`."""
     return f"layers.{layer}" if layer < config.num_hidden_layers else f"mtp.{layer - config.num_hidden_layers}.block"

@@ -5,6 +5,7 @@ Source: docs/judge.md §8.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -15,13 +16,15 @@ from reference.block import Block
 from reference.checkpoint.loader import Loader
 from reference.checkpoint.store import WeightStore
 from reference.config import Config
+from reference.hyper_connection import HyperHead
+from reference.linear import Linear
 from reference.mtp import MTP
 from reference.rounding import EXACT, Profile, Sites
 from reference.state import Batch, LayerState
 
 from . import candidates, cases, ops
 from .budget.bounded import Arithmetic
-from .judge import Verdict, judge
+from .judge import MismatchedShape, Verdict, judge
 from .metrics import cosine, relative_l2
 from .step import Step
 from .taps import Capture
@@ -176,8 +179,15 @@ class _Layer:
         sites = Sites(setting.profile, capture)
         out.twin[phase], after = self._step(streams.twin[phase], batch, before, sites)
         self._keep(self.twin, members, after)
-        return Step(setting.config, self.layer, phase, self.block, self.mtp, batch, capture, before, after,
-                    Sites(setting.profile), setting.how, setting.seed)  # fmt: skip
+        return Step(setting.config, self.layer, phase, self.block, self.mtp, batch, streams.twin[phase], flow.loader.embed,
+                    self._head(), capture, before, after, Sites(setting.profile), setting.how, setting.seed)  # fmt: skip
+
+    def _head(self) -> tuple[HyperHead, Tensor, Linear] | None:
+        """What stands behind this layer: the model's head, or the drafter's, which shares the output matrix."""
+        if "head" not in cases.layer_kinds(self.flow.setting.config, self.layer):
+            return None
+        head = self.flow.loader.head()
+        return (self.mtp.hc_head, self.mtp.norm, head[2]) if self.mtp else head
 
     def _step(self, x: Tensor, batch: Batch, states: list[LayerState], sites: Sites) -> tuple[Tensor, list[LayerState]]:
         """[t, s, D] -> [t, s, D]; MTP puts out what its head sees, [t, 1, D]."""
@@ -197,8 +207,7 @@ class _Layer:
 def judge_step(step: Step, chosen: Sequence[ops.Op]) -> Iterator[Judged]:
     """Every chosen op that this layer has: run the candidate, replay the twin, compare."""
     for op in chosen:
-        here = step.kind in op.kinds or ("mtp" in op.kinds and step.mtp is not None)
-        if here:
+        if cases.layer_kinds(step.config, step.layer) & set(op.kinds):
             missing = op.missing(step.phase) or _unfit(step, op)
             yield Judged(op, step.layer, step.phase, () if missing else judge_op(step, op), missing)
 
@@ -218,10 +227,22 @@ def _unfit(step: Step, op: ops.Op) -> str | None:
 def judge_op(step: Step, op: ops.Op) -> tuple[Verdict, ...]:
     """Verdicts of one op's outputs. What the candidate stored is kept for the ops it feeds."""
     assert op.candidate is not None and op.twin is not None
-    stored = op.candidate(step, op.name)
+    try:
+        stored = op.candidate(step, op.name)
+    except Exception as error:  # whatever a kernel raises is its failure, not the judge's
+        return (raised(op.name, error),)
     step.stored |= stored
     expected = op.twin(step, op.name, stored)
-    return tuple(judge(name, stored[name], e.expected, step.how, e.places) for name, e in expected.items())
+    try:
+        return tuple(judge(name, stored[name], e.expected, step.how, e.places) for name, e in expected.items())
+    except MismatchedShape as error:
+        return (raised(op.name, error),)
+
+
+def raised(output: str, error: Exception) -> Verdict:
+    """The verdict on a candidate that puts out nothing, or not what the op puts out."""
+    words = f"{type(error).__name__}: {error}".split("\n")[0]
+    return Verdict(output, 0, 0, 0, {"raised": math.inf}, {"error": words[:200]}, None, "none")
 
 
 def _drift(layer: int, phase: str, out: Streams) -> Drift:

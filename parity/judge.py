@@ -96,8 +96,12 @@ class Places:
         return {label: int(values[row]) for label, values in self.labels.items()}
 
 
+class MismatchedShape(ValueError):
+    """A candidate's output has another shape than the twin's."""
+
+
 def judge(output: str, stored: Stored, expected: Expected, how: Arithmetic, places: Places) -> Verdict:
-    """Compare one stored output with what the twin expects. Raises ValueError where shapes differ."""
+    """Compare one stored output with what the twin expects. Raises MismatchedShape where shapes differ."""
     if isinstance(expected, Codes):
         assert isinstance(stored, tuple)
         return _judge_codes(output, *stored, expected, places)
@@ -112,7 +116,7 @@ def judge(output: str, stored: Stored, expected: Expected, how: Arithmetic, plac
 
 def _same_shape(output: str, c: Tensor, t: Tensor) -> None:
     if c.shape != t.shape:
-        raise ValueError(f"{output}: the candidate has shape {list(c.shape)}, the twin {list(t.shape)}")
+        raise MismatchedShape(f"{output}: the candidate has shape {list(c.shape)}, the twin {list(t.shape)}")
 
 
 def _judge_bytes(output: str, wrong: Tensor, dims: str, places: Places) -> Verdict:

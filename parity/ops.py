@@ -10,7 +10,7 @@ import fnmatch
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from . import candidates, twins
+from . import candidates, residual, twins
 from .budget.bounded import ACCUMULATE
 from .cases import PHASES
 from .judge import Stored
@@ -23,6 +23,7 @@ ALL = ("window", "hca", "csa")
 COMPRESSED = ("hca", "csa")
 CSA = ("csa",)
 MTP = ("mtp",)
+FIRST = ("first",)
 HEAD = ("head",)
 NO_KERNEL = "no kernel yet"
 ARITHMETIC = ACCUMULATE["fp32"]  # of the kernels of `optimized` in the interpreter
@@ -30,7 +31,7 @@ ARITHMETIC = ACCUMULATE["fp32"]  # of the kernels of `optimized` in the interpre
 
 @dataclass(frozen=True)
 class Op:
-    """`kinds` of layer that have it (`mtp`: outside the block of a drafter; `head`: once a model), phases, taps in and
+    """`kinds` of layer that have it (`cases.layer_kinds`), phases, taps in and
     out; candidate and twin, or the reason why there is none."""
 
     name: str
@@ -69,6 +70,23 @@ def _missing(name: str, kinds: tuple[str, ...], inputs: str, reason: str = NO_KE
     return Op(name, kinds, tuple(inputs.split()), tuple(outputs.split()) or (name,), reason=reason)
 
 
+def _norm(name: str, kinds: tuple[str, ...], source: str) -> Op:
+    return Op(name, kinds, (source,), (name,), residual.normed, residual.norm_expected,
+              bound="mean of squares moves all channels alike, three roundings each; codes 0")  # fmt: skip
+
+
+def _mix(part: str, before: str) -> Op:
+    outputs = (f"{part}.u", f"{part}.post", f"{part}.comb")
+    return Op(f"{part}.pre", ALL, (before,), outputs, residual.mixed, residual.mix_expected,
+              bound="projection, rms; sigmoid by its slope, Sinkhorn by products of its Jacobians; weighted sum")  # fmt: skip
+
+
+def _spread(part: str, output: str) -> Op:
+    inputs = (output, f"{part}.post", f"{part}.comb")
+    return Op(f"{part}.streams", ALL, inputs, (f"{part}.streams",), residual.spread, residual.spread_expected,
+              bound="(s+2)·u·(|post·z| + Σ|comb·x|)")  # fmt: skip
+
+
 def _experts(part: str, source: str) -> list[Op]:
     name = f"ffn.experts.{part}"
     same = "same quantiser as ffn.shared_experts.w1.input; the gather by expert has no kernel yet"
@@ -83,16 +101,16 @@ def _state(name: str, kinds: tuple[str, ...]) -> Op:
 
 
 OPS: tuple[Op, ...] = (
-    _missing("embed", HEAD, "ids"),
-    _missing("enorm", MTP, "embed"),
-    _missing("hnorm", MTP, "streams"),
+    Op("embed", FIRST, (), ("embed",), residual.rows_embedded, residual.rows_expected, bound="0: bytes are moved"),
+    _norm("enorm", MTP, "embed"),
+    _norm("hnorm", MTP, "streams"),
     *_linear("e_proj", MTP),
     *_linear("h_proj", MTP),
-    _missing("streams", MTP, "e_proj h_proj"),
-    _missing("hc_attn.pre", ALL, "streams", outputs="hc_attn.u hc_attn.post hc_attn.comb"),
-    _missing("attn_norm", ALL, "hc_attn.u"),
+    _missing("streams", MTP, "e_proj h_proj", "an addition in the engine's wiring, no kernel of its own"),
+    _mix("hc_attn", "streams"),
+    _norm("attn_norm", ALL, "hc_attn.u"),
     *_linear("attn.wq_a"),
-    _missing("attn.q_norm", ALL, "attn.wq_a"),
+    _norm("attn.q_norm", ALL, "attn.wq_a"),
     *_linear("attn.wq_b"),
     Op("attn.rope.table", ALL, (), ("cos", "sin"), candidates.table, twins.table,
        bound="|θ|·(2·4+2)·u for the frequency and the product, 4u for the function"),
@@ -118,9 +136,9 @@ OPS: tuple[Op, ...] = (
     _missing("attn.o_rotated", ALL, "attn.core"),
     _missing("attn.wo_a", ALL, "attn.o_rotated", "its input is not quantised; no BF16 GEMM yet"),
     *_linear("attn.wo_b"),
-    _missing("hc_attn.streams", ALL, "attn.wo_b hc_attn.post hc_attn.comb"),
-    _missing("hc_ffn.pre", ALL, "hc_attn.streams", outputs="hc_ffn.u hc_ffn.post hc_ffn.comb"),
-    _missing("ffn_norm", ALL, "hc_ffn.u"),
+    _spread("hc_attn", "attn.wo_b"),
+    _mix("hc_ffn", "hc_attn.streams"),
+    _norm("ffn_norm", ALL, "hc_ffn.u"),
     _missing("ffn.gate.scores", ALL, "ffn_norm"),
     _missing("ffn.gate.experts", ALL, "ffn.gate.scores", outputs="ffn.gate.experts ffn.gate.weights"),
     *_experts("w1", "ffn_norm"),
@@ -130,10 +148,12 @@ OPS: tuple[Op, ...] = (
     *_linear("ffn.shared_experts.w3"),
     *_linear("ffn.shared_experts.w2"),
     _missing("ffn.out", ALL, "ffn.experts.w2 ffn.shared_experts.w2 ffn.gate.weights"),
-    _missing("hc_ffn.streams", ALL, "ffn.out hc_ffn.post hc_ffn.comb"),
-    _missing("hc_head", HEAD, "streams"),
-    _missing("norm", HEAD, "hc_head"),
-    _missing("head.logits", HEAD, "norm"),
+    _spread("hc_ffn", "ffn.out"),
+    Op("hc_head", HEAD, ("hc_ffn.streams",), ("hc_head",), residual.collapsed, residual.collapse_expected,
+       bound="projection and rms, sigmoid by its slope, weighted sum"),
+    _norm("norm", HEAD, "hc_ffn.streams"),
+    Op("head.logits", HEAD, ("hc_ffn.streams",), ("head.logits",), residual.logits, residual.logits_expected,
+       bound="min(k, λ·sqrt(k))·u·Σ|x·w|"),
 )  # fmt: skip
 BY_NAME = {op.name: op for op in OPS}
 

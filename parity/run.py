@@ -105,9 +105,8 @@ def environment() -> dict[str, Any]:
 
 def _never_met(request: Request, config: Config) -> list[Record]:
     """Chosen ops that no chosen layer has: ops at the model's ends, or of another kind of layer."""
-    kinds = {config.kind(i) for i in request.layers}
-    kinds_and_ends = kinds | ({"mtp"} if any(i >= config.num_hidden_layers for i in request.layers) else set())
-    unmet = [op for op in request.ops if not kinds_and_ends & set(op.kinds)]
+    kinds = set().union(*(cases.layer_kinds(config, i) for i in request.layers))
+    unmet = [op for op in request.ops if not kinds & set(op.kinds)]
     return [
         {"record": "not_run", "op": op.name, "phase": phase, "layers": 0, "required": op.name in request.required,
          "reason": op.reason if op.candidate is None else "no chosen layer has it", "volatile": {}}

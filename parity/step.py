@@ -5,6 +5,7 @@ Source: docs/judge.md §7.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from reference.block import Block
 from reference.config import Config, Kind
+from reference.hyper_connection import HyperHead
 from reference.linear import Linear
 from reference.mtp import MTP
 from reference.rounding import Sites
@@ -26,10 +28,14 @@ from .taps import Capture
 
 @dataclass
 class Step:
-    """`capture` holds the twin's payloads of this step; `before` and `after` its states, one a sequence; `sites` its
-    profile at the block, without a listener. `stored` collects what the candidate's ops put out: a later op of the
-    chain is fed from it, and from the twin's payload where no candidate made one. `quantised` holds codes by the payload
-    they come from: an engine quantises a payload once, whatever reads it."""
+    """`streams` [t, s, D] is what the layer was given, `capture` holds the twin's payloads of this step; `before` and
+    `after` its states, one a sequence; `sites` its profile at the block, without a listener. `embed` looks up rows of the
+    embedding; `head` is the last mix, norm and output matrix where the layer is the last of the model or of a drafter.
+
+    `stored` collects what the candidate's ops put out: a later op of the chain is fed from it, and from the twin's payload
+    where no candidate made one. `quantised` holds codes by the payload they come from: an engine quantises a payload
+    once, whatever reads it.
+    """
 
     config: Config
     layer: int
@@ -37,6 +43,9 @@ class Step:
     block: Block
     mtp: MTP | None
     batch: Batch
+    streams: Tensor
+    embed: Callable[[Tensor], Tensor]
+    head: tuple[HyperHead, Tensor, Linear] | None
     capture: Capture
     before: list[LayerState]
     after: list[LayerState]
@@ -57,6 +66,12 @@ class Step:
             part = getattr(part, attribute)
         assert isinstance(part, Linear)
         return part
+
+    def block_streams(self, part: str) -> Tensor:
+        """Streams [t, s, D] before a sub-layer, `hc_attn` or `hc_ffn`."""
+        if part == "hc_ffn":
+            return self.capture["hc_attn.streams"]
+        return self.capture["streams"] if self.mtp else self.streams
 
     @cached_property
     def places(self) -> Places:

@@ -15,6 +15,7 @@ from optimized.pool.geometry import BLOCK_TOKENS, pooled_tokens
 from optimized.rope import rope_table
 from reference import formats
 from reference.compressor import Compressor, overlap
+from reference.linear import Linear
 from reference.state import CompressorState
 
 from . import candidates
@@ -44,10 +45,20 @@ def quantise(step: Step, op: str, stored: StoredOutputs) -> Expectations:
     """The payload is exact, so every code and scale must be the twin's."""
     x = candidates.payload(step, op.removesuffix(".input"))
     expected = Codes(exact(x), candidates.ACTIVATION_BLOCK, formats.E4M3_AMAX_FLOOR, "td")
-    return {op: Expectation(expected, _token_places(step, len(x)))}
+    return {op: Expectation(expected, token_places(step, len(x)))}
 
 
-def _token_places(step: Step, rows: int) -> Places:
+def product(x: Bounded, linear: Linear, step: Step) -> Bounded:
+    """x [t, k] times a weight of bfloat16 or of codes -> [t, n]: products are exact, `k` float32 additions round."""
+    rows = max(1, TILE // x.value.shape[1])
+    parts = [
+        dot(x, exact(linear.dense(torch.float64, first, min(first + rows, linear.out_features))), step.how)
+        for first in range(0, linear.out_features, rows)
+    ]
+    return Bounded(torch.cat([p.value for p in parts], 1), torch.cat([p.bound for p in parts], 1))
+
+
+def token_places(step: Step, rows: int) -> Places:
     """Labels of each row: MTP puts the streams of a token into rows of their own."""
     each = rows // len(step.batch.ids)
     labels = {name: values.repeat_interleave(each) for name, values in step.places.labels.items()}
@@ -55,17 +66,11 @@ def _token_places(step: Step, rows: int) -> Places:
 
 
 def gemm(step: Step, op: str, stored: StoredOutputs) -> Expectations:
-    """Product of the codes that went in: products are exact, `k` float32 additions round."""
+    """Product of the codes that went in."""
     x_codes, x_scales = candidates.quantised_input(step, op)
     x = exact(codes.dequantize(x_codes, x_scales, candidates.ACTIVATION_BLOCK))
-    linear = step.linear(op)
-    rows = max(1, TILE // x.value.shape[1])
-    parts = [
-        dot(x, exact(linear.dense(torch.float64, first, min(first + rows, linear.out_features))), step.how)
-        for first in range(0, linear.out_features, rows)
-    ]
-    y = Bounded(torch.cat([p.value for p in parts], 1), torch.cat([p.bound for p in parts], 1))
-    return {op: Expectation(Dense(y, "bf16", "td"), _token_places(step, len(x.value)))}
+    y = product(x, step.linear(op), step)
+    return {op: Expectation(Dense(y, "bf16", "td"), token_places(step, len(x.value)))}
 
 
 def table(step: Step, op: str, stored: StoredOutputs) -> Expectations:

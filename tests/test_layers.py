@@ -40,7 +40,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     params = []
     for layer in cases.layer_numbers("all", config):
         name, kind = cases.layer_id(config, layer), config.kind(layer)
-        kinds = {kind} | ({"mtp"} if layer >= config.num_hidden_layers else set())
+        kinds = cases.layer_kinds(config, layer)
         for op in (op for op in ops.OPS if kinds & set(op.kinds)):
             for phase in plan_of(layer, scale).judged:
                 if op.missing(phase) is None:

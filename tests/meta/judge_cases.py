@@ -57,3 +57,17 @@ def codes_of(stored: dict[str, Stored], name: str) -> tuple[Tensor, Tensor]:
     value = stored[name]
     assert isinstance(value, tuple)
     return value
+
+
+def only(judged: list[Judged], *names: str) -> list:
+    """Failing verdicts, which must be of these ops, and of all of them."""
+    found = failing(judged)
+    assert set(found) == set(names), f"failing ops: {sorted(found)}"
+    return [v for verdicts in found.values() for v in verdicts]
+
+
+def run(layer: int, *names: str, **changes: ops.Candidate) -> list[Judged]:
+    """Verdicts of these ops; `changes` maps an op's name, dots as underscores, to another candidate."""
+    chosen = [ops.BY_NAME[n] for n in names]
+    swapped = [with_candidate(op.name, changes[key]) if (key := op.name.replace(".", "_")) in changes else op for op in chosen]
+    return run_layer(layer, swapped)

@@ -9,7 +9,7 @@ import math
 
 import pytest
 import torch
-from judge_cases import codes_of, failing, run_layer, with_candidate
+from judge_cases import codes_of, failing, only, run, run_layer
 from kernel_cases import mutant
 
 from optimized.kernels import compress as compress_file
@@ -21,20 +21,6 @@ from parity import candidates, ops
 
 CSA, HCA, WINDOW = 2, 1, 0  # layers of mini
 GEMM, ROW, STATE, CORE = "attn.wq_a", "attn.compressor.row", "attn.compressor.state", "attn.core"
-
-
-def only(judged, name: str) -> list:
-    """Failing verdicts, which must all be of one op."""
-    found = failing(judged)
-    assert set(found) == {name}, f"failing ops: {sorted(found)}"
-    return found[name]
-
-
-def run(layer: int, *names: str, **changes):
-    """Verdicts of these ops; `changes` maps an op's name, dots as underscores, to another candidate."""
-    chosen = [ops.BY_NAME[n] for n in names]
-    swapped = [with_candidate(op.name, changes[key]) if (key := op.name.replace(".", "_")) in changes else op for op in chosen]
-    return run_layer(layer, swapped)
 
 
 @pytest.mark.parametrize(("layer", "names"), [(CSA, (GEMM + ".input", GEMM, ROW, STATE, CORE)), (HCA, (ROW, STATE, CORE))])
