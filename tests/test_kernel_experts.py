@@ -1,144 +1,35 @@
-"""Routed experts: the plan, the grouped FP4 products, SwiGLU with its quantiser, the sum, and the whole of them."""
+"""Routed experts: the grouped FP4 products with SwiGLU and quantiser behind them, and the whole of them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from kernel_cases import (
-    E4M3_VALUES,
-    bf16,
-    gamma,
-    illegal_e4m3,
-    mutant,
-    on_device,
-    poison_new_memory,
-    scale_byte,
-    scale_value,
-    uneven,
+from expert_cases import (
+    LIMIT,
+    Case,
+    case,
+    check_quantized,
+    down,
+    gate_up,
+    live_pairs,
+    product,
+    sum_experts,
+    swiglu,
+    values_fp4,
+    values_fp8,
+    with_plan,
 )
+from kernel_cases import bf16, mutant, poison_new_memory, uneven
 from torch import Tensor
 
-from optimized.kernels import expert_plan as plan_file
-from optimized.kernels import expert_sum as sum_file
 from optimized.kernels import experts as experts_file
-from optimized.kernels import swiglu as swiglu_file
-from optimized.kernels.expert_plan import ExpertPlan, plan_experts
+from optimized.kernels.expert_plan import plan_experts
 from optimized.kernels.quantize import quantize_activation
 
-LIMIT = 3.0
-E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
 SMALL = experts_file.Tiles(ROWS=16, COLS=128, STEP=32)
-swiglu_quantize = on_device(swiglu_file.swiglu_quantize)
-sum_experts = on_device(sum_file.sum_experts)
-
-
-def moved(plan: ExpertPlan, device: torch.device) -> ExpertPlan:
-    return ExpertPlan(plan.rows.to(device), plan.block_expert.to(device), plan.summands.to(device))
-
-
-def with_plan(kernel):
-    """The wrapper as `on_device` carries it; the plan goes where the first tensor is."""
-
-    def carried(*args, **kwargs):
-        return kernel(*[moved(a, args[0].device) if isinstance(a, ExpertPlan) else a for a in args], **kwargs)
-
-    return on_device(carried)
-
-
-gate_up, down = with_plan(experts_file.expert_gate_up), with_plan(experts_file.expert_down)
-
-
-@dataclass(frozen=True)
-class Case:
-    """x [t, d] as codes and scales, stacked FP4 weights, experts and weights [t, k]."""
-
-    x: tuple[Tensor, Tensor]
-    w1: tuple[Tensor, Tensor]
-    w3: tuple[Tensor, Tensor]
-    w2: tuple[Tensor, Tensor]
-    experts: Tensor
-    weights: Tensor
-    exact: bool
-
-    @property
-    def plan(self) -> ExpertPlan:
-        return plan_experts(self.experts, self.w1[0].shape[0], experts_file.block_height())
-
-    @property
-    def up_args(self) -> tuple:
-        return *self.x, *self.w1, *self.w3, self.weights, self.plan, LIMIT
-
-    def rows(self, which: list[int]) -> Case:
-        part = self.x[0][which], self.x[1][which]
-        return replace(self, x=part, experts=self.experts[which].contiguous(), weights=self.weights[which].contiguous())
-
-
-def fp4(generator: torch.Generator, count: int, outputs: int, depth: int, low: int, high: int) -> tuple[Tensor, Tensor]:
-    """All bytes; a scale byte of its own for each row and 32 channels."""
-    packed = torch.randint(0, 256, (count, outputs, depth // 2), generator=generator).to(torch.uint8)
-    return packed, torch.randint(low, high, (count, outputs, -(-depth // 32)), generator=generator).to(torch.uint8)
-
-
-def case(tokens: int, slots: int, count: int, width: int, inner: int, exact: bool = True, seed: int = 0) -> Case:
-    """If exact, x has few bits and scales are near each other: every sum over d fits float32."""
-    g = torch.Generator().manual_seed(seed)
-    experts = torch.stack([torch.randperm(count, generator=g)[:slots] for _ in range(tokens)]).int()
-    experts[3::5] = -1
-    if exact:
-        values = torch.randint(-8, 9, (tokens, width), generator=g).float()
-        scales = torch.randint(124, 128, (tokens, -(-width // 128)), generator=g).to(torch.uint8)
-        x = values.to(torch.float8_e4m3fn).view(torch.uint8), scales
-        w1, w3 = (fp4(g, count, inner, width, 120, 123) for _ in range(2))
-    else:
-        x = quantize_activation(uneven(g, tokens, width).bfloat16())
-        w1, w3 = (fp4(g, count, inner, width, 105, 120) for _ in range(2))
-    weights = torch.rand(tokens, slots, generator=g) * 2.5
-    return Case(x, w1, w3, fp4(g, count, width, inner, 110, 130), experts, weights, exact)
-
-
-def values_fp8(codes: Tensor, scales: Tensor) -> Tensor:
-    return E4M3_VALUES[codes.int()] * scale_value(scales).repeat_interleave(128, -1)[..., : codes.shape[-1]]
-
-
-def values_fp4(packed: Tensor, scales: Tensor) -> Tensor:
-    value = torch.stack([E2M1[(packed & 15).int()], E2M1[(packed >> 4).int()]], -1).flatten(-2)
-    return value * scale_value(scales).repeat_interleave(32, -1)[..., : value.shape[-1]]
-
-
-def live_pairs(experts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Numbers, tokens and experts of the pairs that are no padding."""
-    pair = (experts.flatten() >= 0).nonzero().flatten()
-    return pair, pair // experts.shape[1], experts.flatten()[pair].long()
-
-
-def product(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """float64 x [p, k] by its own w [p, n, k], and the error of float32 sums in any order, cut or rounded."""
-    bound = gamma(2 * x.shape[-1]) * torch.einsum("pk,pnk->pn", x.abs(), w.abs())
-    return torch.einsum("pk,pnk->pn", x, w), bound
-
-
-def swiglu(gate: Tensor, up: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Definition in float64; an exponential of two ulps and a rounded argument, and six roundings."""
-    a = gate.clamp(max=LIMIT)
-    want = a * torch.sigmoid(a) * up.clamp(-LIMIT, LIMIT) * weight
-    return want, (gamma(12) + 2 * gamma(1) * a.abs()) * want.abs()
-
-
-def by_128(x: Tensor, fill: float) -> Tensor:
-    return torch.nn.functional.pad(x.double(), (0, -x.shape[1] % 128), value=fill).unflatten(1, (-1, 128))
-
-
-def check_quantized(codes: Tensor, scales: Tensor, want: Tensor, bound: Tensor, sure: Tensor) -> None:
-    """Codes legal for the scale they came with where the value is sure, and scales where its whole block is."""
-    scale = scale_value(scales).repeat_interleave(128, 1)[:, : codes.shape[1]]
-    assert not (illegal_e4m3(codes, want / scale, bound / scale) & sure).any()
-    low, high = by_128(want.abs() - bound, 0).amax(2), by_128(want.abs() + bound, 0).amax(2)
-    legal = (scale_byte(low) <= scales) & (scales <= scale_byte(high))
-    assert legal[by_128(sure, 1).bool().all(2)].all()
+SHAPES = [(1, 1, 1, 128, 128), (9, 3, 8, 256, 128), (40, 2, 3, 200, 72), (7, 6, 7, 160, 136)]
 
 
 def check_up(c: Case, h: Tensor, h_scales: Tensor) -> float:
@@ -154,53 +45,6 @@ def check_up(c: Case, h: Tensor, h_scales: Tensor) -> float:
     want, bound = swiglu(ends[0], ends[2], c.weights.flatten()[pair, None].double())
     check_quantized(h[pair], h_scales[pair], want, bound, sure)
     return sure.double().mean().item()
-
-
-@given(st.integers(1, 60), st.integers(1, 6), st.integers(1, 20), st.sampled_from([1, 4, 16]), st.integers(0, 99))
-def test_plan_names_every_pair_once_in_a_block_of_its_expert(tokens, slots, count, height, seed):
-    g = torch.Generator().manual_seed(seed)
-    experts = torch.stack([torch.randperm(count, generator=g)[: min(slots, count)] for _ in range(tokens)]).int()
-    experts[torch.rand(tokens, generator=g) < 0.2] = -1
-    check_plan(plan_experts(experts, count, height), experts)
-
-
-def check_plan(plan: ExpertPlan, experts: Tensor) -> None:
-    pair, token, expert = live_pairs(experts)
-    named = plan.rows[plan.rows >= 0].long()
-    assert torch.equal(named, pair[torch.argsort(expert, stable=True)])  # ascending expert, then token
-    owner = plan.block_expert[:, None].expand_as(plan.rows)[plan.rows >= 0].long()
-    assert torch.equal(owner, experts.flatten()[named].long())
-    used = plan.block_expert >= 0
-    assert ((plan.rows >= 0).any(1) == used).all() and (plan.rows[used][:, 0] >= 0).all()
-    for t in range(experts.shape[0]):
-        row = plan.summands[t][plan.summands[t] >= 0].long()
-        assert set(row.tolist()) == set(pair[token == t].tolist())
-        assert (experts.flatten()[row].diff() > 0).all()
-
-
-@pytest.mark.parametrize(
-    "edit",
-    [
-        ("(sizes[:-1] + height - 1) // height", "sizes[:-1] // height + 1"),  # a block too many where all are full
-        ("first_row = torch.cat([ends.new_zeros(1), ends])", "first_row = torch.cat([ends, ends[-1:]])"),
-        ("torch.argsort(experts, dim=1)", "torch.arange(slots).expand(tokens, -1)"),  # slots in the order of scores
-        ("right=True", "right=False"),
-    ],
-)
-def test_planted_mistakes_in_the_plan_are_seen(tmp_path, edit):
-    wrong = mutant(plan_file, tmp_path, edit).plan_experts
-    experts = torch.tensor([[1, 0], [0, 1], [2, 1], [-1, -1], [1, 3]], dtype=torch.int32)
-    with pytest.raises((AssertionError, RuntimeError, IndexError)):
-        check_plan(wrong(experts, 5, 2), experts)
-
-
-def test_plan_of_no_tokens_and_of_padding_alone():
-    assert plan_experts(torch.empty(0, 3, dtype=torch.int32), 8, 16).rows.shape == (0, 16)
-    plan = plan_experts(torch.full((5, 3), -1, dtype=torch.int32), 8, 16)
-    assert (plan.rows == -1).all() and (plan.block_expert == -1).all() and (plan.summands == -1).all()
-
-
-SHAPES = [(1, 1, 1, 128, 128), (9, 3, 8, 256, 128), (40, 2, 3, 200, 72), (7, 6, 7, 160, 136)]
 
 
 @pytest.mark.parametrize(("tokens", "slots", "count", "width", "inner"), SHAPES)
@@ -335,80 +179,6 @@ def test_no_tokens_and_refusals():
         gate_up(*c.up_args[:-2], plan_experts(c.experts, 3, 8), LIMIT)
     with pytest.raises(ValueError, match="summands"):
         gate_up(*c.up_args[:-2], c.rows([0, 1]).plan, LIMIT)
-
-
-@pytest.mark.parametrize("width", [1, 128, 200, 520])
-@pytest.mark.parametrize("tiles", [None, swiglu_file.Tiles(ROWS=2, GROUPS=1)])
-def test_swiglu_of_the_shared_expert(width, tiles):
-    check_swiglu(lambda *a: swiglu_quantize(*a, tiles=tiles), width)
-
-
-def check_swiglu(kernel, width: int) -> None:
-    """Values around both clamps, far beyond them, and a row below the amax floor; views of one wide product."""
-    g = torch.Generator().manual_seed(0)
-    both = (torch.randn(19, 2 * width, generator=g) * 3).bfloat16()
-    both[1], both[2] = both[1] * 30, both[2] * 1e-4
-    both[3, ::3] = torch.tensor(LIMIT).bfloat16()
-    gate, up = both[:, :width], both[:, width:]
-    want, bound = swiglu(gate.double(), up.double(), torch.ones(19, 1).double())
-    check_quantized(*kernel(gate, up, LIMIT), want, bound, torch.ones_like(want, dtype=torch.bool))
-
-
-def test_swiglu_keeps_what_is_no_number():
-    gate, up = torch.ones(3, 128).bfloat16(), torch.ones(3, 128).bfloat16()
-    gate[0, 5], up[1, 7] = torch.nan, torch.nan
-    codes, scales = swiglu_quantize(gate, up, LIMIT)
-    assert scales[:, 0].tolist()[:2] == [255, 255] and scales[2, 0] != 255
-    assert E4M3_VALUES[codes[:2].int()].isnan().all()
-
-
-def test_sum_is_in_ascending_order_of_experts():
-    """Magnitudes far apart: another order gives other bits."""
-    g = torch.Generator().manual_seed(0)
-    y, shared = uneven(g, 60, 300, spread=12), uneven(g, 20, 300, spread=12)
-    experts = torch.stack([torch.randperm(9, generator=g)[:3] for _ in range(20)]).int()
-    check_sum(sum_experts, y, experts, shared)
-
-
-def check_sum(kernel, y: Tensor, experts: Tensor, shared: Tensor) -> None:
-    summands = plan_experts(experts, 9, 16).summands
-    want = torch.zeros_like(shared)
-    for e in range(9):
-        token, slot = (experts == e).nonzero(as_tuple=True)
-        want[token] += y[token * 3 + slot]
-    assert torch.equal(kernel(y, summands, shared), (want + shared).bfloat16())
-
-
-@pytest.mark.parametrize(
-    "edit",
-    [
-        ("t * K + k", "t * K + K - 1 - k"),
-        ("range(K)", "range(K - 1)"),
-        ("total += tl.load(shared", "total -= tl.load(shared"),
-    ],
-)
-def test_planted_mistakes_in_the_sum_are_seen(tmp_path, edit):
-    g = torch.Generator().manual_seed(0)
-    y, shared = uneven(g, 60, 300, spread=12), uneven(g, 20, 300, spread=12)
-    experts = torch.stack([torch.randperm(9, generator=g)[:3] for _ in range(20)]).int()
-    with pytest.raises(AssertionError):
-        check_sum(on_device(mutant(sum_file, tmp_path, edit).sum_experts), y, experts, shared)
-
-
-@pytest.mark.parametrize(
-    "edit",
-    [
-        ("tl.where(gate > limit, limit, gate)", "tl.where(gate > limit, limit, tl.where(gate < -limit, -limit, gate))"),
-        ("tl.where(gate > limit, limit, gate)", "gate"),
-        ("tl.where(up < -limit, -limit, up)", "up"),
-        ("gate / (1.0 + tl.exp(-gate))", "1 / (1.0 + tl.exp(-gate))"),
-        ("g = tl.program_id(1) * GROUPS + tl", "g = tl"),
-    ],
-)
-def test_planted_mistakes_in_swiglu_are_seen(tmp_path, edit):
-    wrong = on_device(mutant(swiglu_file, tmp_path, edit).swiglu_quantize)
-    with pytest.raises(AssertionError):
-        check_swiglu(lambda *a: wrong(*a, tiles=swiglu_file.Tiles(ROWS=16, GROUPS=1)), 200)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from kernel_cases import on_device
 
 FILES = ["test_kernel_numeric.py", "test_kernel_gemm.py", "test_kernel_compress.py", "test_kernel_attention.py"]
 FILES += ["test_kernel_norm.py", "test_kernel_hyper_connection.py", "test_kernel_gemm_bf16.py"]
-FILES += ["test_kernel_router.py", "test_kernel_embed.py", "test_kernel_experts.py"]
+FILES += ["test_kernel_router.py", "test_kernel_embed.py", "test_kernel_experts.py", "test_kernel_moe.py"]
+FILES += ["test_kernel_expert_sum.py"]
 FILES += ["test_kernel_qk_norm_rope.py", "test_kernel_window.py", "test_kernel_prefill.py"]
 FILES += ["test_kernel_index.py", "test_kernel_selection.py"]
 # Left out: memory that is only reserved on a CPU, and mistakes that are the interpreter's own casts.
