@@ -40,10 +40,11 @@ def compress_plan(extend: Ints, context: Ints, ratio: int) -> Ints:
     return plan[(plan[:, 2] + 1) % ratio == 0]
 
 
-def write_plan(extend: Ints, context: Ints, ratio: int) -> Ints:
-    """Rows int32 [n, 4] of the tokens whose projections a later group may still need; same columns."""
+def write_plan(extend: Ints, context: Ints, ratio: int, lookahead: int = 0) -> Ints:
+    """Rows int32 [n, 4] of the tokens whose projections a later group may still need, also after `lookahead` tokens have
+    been taken back; same columns."""
     plan, end = _plan(extend, context, ratio)
-    return plan[plan[:, 2] >= np.maximum(0, end - pooled_tokens(ratio))]
+    return plan[plan[:, 2] >= np.maximum(0, end - pooled_tokens(ratio) - lookahead)]
 
 
 def pad_plan(plan: Ints, rows: int) -> Ints:

@@ -37,6 +37,16 @@ class Pool:
     def slot_position(self, group: int) -> int:
         return self.slots - 1 - group
 
+    def block(self, block: int) -> tuple[Tensor, ...]:
+        """Bytes of a block in each plane: uint8 [envelope, row_bytes]."""
+        rows = self.geometry.envelope
+        return tuple(plane[block * rows : (block + 1) * rows] for plane in self.planes)
+
+    def slot(self, position: int) -> tuple[Tensor, ...]:
+        """Bytes of a slot in each plane: uint8 [slot_rows, row_bytes]."""
+        rows = self.geometry.slot_rows
+        return tuple(plane[position * rows : (position + 1) * rows] for plane in self.planes)
+
     def layer_rows(self, layer: int) -> tuple[Tensor, ...]:
         """Each plane from the layer's base to its end: what a list's indices count from. 2buff: uint8 [rows, head_dim]
         and bfloat16 [rows, rope]; bf16: bfloat16 [rows, head_dim]. Views of different layers overlap."""
@@ -92,3 +102,7 @@ class IndexPool:
         """Keys and scales of a CSA layer: [blocks, ...] each, strided by block."""
         at = self.geometry.ordinal(layer)
         return self.keys[at], self.scales[at]
+
+    def block(self, block: int) -> tuple[Tensor, Tensor]:
+        """Bytes of a block's pages of all layers: keys and scales, uint8 [layers, ...]."""
+        return self.keys[:, block], self.scales[:, block].view(torch.uint8)
