@@ -140,7 +140,7 @@ def test_sums_of_squares_and_products_are_exact_here(rows, width):
         assert (steps % 1 == 0).all() and steps.max() < 2**24
 
 
-@pytest.mark.parametrize(("rows", "width"), [(1, 40), (2, 1), (18, 160), (19, 200)])
+@pytest.mark.parametrize(("rows", "width"), [(1, 40), (2, 1), (18, 160), (3, 300)])
 @pytest.mark.parametrize("tiles", [None, replace(SMALL, STEP=64, SPLIT=128)])
 def test_fused_equals_post_then_pre(rows, width, tiles):
     z, x, post, comb = spreading(rows, width)
