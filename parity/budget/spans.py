@@ -13,7 +13,7 @@ from reference.rounding import Sites
 
 from .bounded import FUNCTION_ULPS, Arithmetic, Bounded, independent_sum
 
-BF16_UNIT = 2.0**-9  # what rounding to bfloat16 can do, relative: half of 2^-8
+BF16_UNIT = 2.0**-8  # what rounding to bfloat16 can do, relative: half of 2^-7
 
 
 def exp_error(argument_bound: Tensor, how: Arithmetic) -> Tensor:
@@ -80,7 +80,7 @@ def sink_attention(q: Tensor, rows: Tensor, absent: Tensor, sink: Tensor, how: A
 
     With shares w_j (the sink's included) and the output o: an error ε_j of exp(s_j), which comes from the score's dot
     product, moves o by w_j ε_j (v_j - o); the sink's by w ε o; a probability rounded to bfloat16 for the product with
-    v, and not in the denominator, by w_j 2^-9 v_j. Then the sums over n rows, rescaled once a tile, and a division.
+    v, and not in the denominator, by w_j 2^-8 v_j. Then the sums over n rows, rescaled once a tile, and a division.
     """
     n, scale = rows.shape[1], q.shape[-1] ** -0.5
     nothing = rows.new_empty(0, rows.shape[-1]), absent[:, :0]
