@@ -5,14 +5,11 @@ Each function takes a step and returns what the kernel stored, by output name. S
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from optimized.kernels.compress import compress
-from optimized.kernels.decode_attention import decode_attention, tiles_for_heads
 from optimized.kernels.gemm_fp8 import gemm_fp8
 from optimized.kernels.launch import INTERPRETER
 from optimized.kernels.quantize import quantize_activation
@@ -30,7 +27,6 @@ from .step import Step
 
 DEVICE = "cpu" if INTERPRETER else "cuda"  # where the kernels of this process run
 ACTIVATION_BLOCK = 128
-ATTENTION_ROWS = 32  # rows a step: lists here are short, and a tile costs the interpreter what it holds
 # Where the input of each FP8 linear comes from: the tap of the payload that its quantiser reads.
 SOURCE = {
     "attn.wq_a": "attn_norm",
@@ -163,22 +159,6 @@ def kept_tokens(step: Step, pooled: int) -> Tensor:
     """Which of the step's tokens the rings must hold afterwards: the last `pooled` of each sequence."""
     end = torch.tensor(step.ends)[step.places.labels["sequence"]]
     return (step.batch.positions >= end - pooled).nonzero().flatten()
-
-
-def attention(step: Step, op: str) -> dict[str, Stored]:
-    """Sparse attention over the pool's rows, by the lists that the host makes."""
-    work = step.pool_to_attend.copy(DEVICE)
-    attn = step.block.attn
-    lists = plans.attention_lists(
-        work.geometry, step.kind, step.batch.positions.numpy(), step.places.labels["sequence"].numpy(),
-        work.slots.numpy(), work.block_table.numpy(), picks(step),
-    )  # fmt: skip
-    q = step.capture["attn.q"].to(torch.bfloat16)
-    q, indices, indptr, sink = there(q, *map(torch.from_numpy, lists), attn.sink.float())
-    tiles = replace(tiles_for_heads(attn.n_heads), ROWS=ATTENTION_ROWS) if INTERPRETER else None
-    planes = work.pool.layer_rows(work.layer)
-    out = decode_attention(q, *planes, indices, indptr, sink, scale=attn.head_dim**-0.5, tiles=tiles)
-    return {op: out.cpu(), **back(work).difference(step.pool_to_attend).planes()}
 
 
 def picks(step: Step) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]] | None:

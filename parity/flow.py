@@ -215,7 +215,7 @@ def judge_step(step: Step, chosen: Sequence[ops.Op]) -> Iterator[Judged]:
 def _unfit(step: Step, op: ops.Op) -> str | None:
     """A product of codes needs a weight of codes."""
     name = op.name.removesuffix(".input")
-    if name not in candidates.SOURCE:
+    if name not in (*candidates.SOURCE, "attn.wo_a"):
         return None
     linear = step.linear(name)
     fits = linear.weight.dtype == torch.float8_e4m3fn and linear.scale is not None

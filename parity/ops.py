@@ -10,7 +10,7 @@ import fnmatch
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from . import candidates, residual, twins
+from . import attend, candidates, residual, twins
 from .budget.bounded import ACCUMULATE
 from .cases import PHASES
 from .judge import Stored
@@ -87,6 +87,11 @@ def _spread(part: str, output: str) -> Op:
               bound="(s+2)·u·(|post·z| + Σ|comb·x|)")  # fmt: skip
 
 
+def _projection(name: str, kinds: tuple[str, ...]) -> Op:
+    return Op(name, kinds, ("attn_norm",), (name,), attend.projected, attend.projection_expected,
+              bound="min(k, λ·sqrt(k))·u·Σ|x·w|, k = hidden size; float32 output")  # fmt: skip
+
+
 def _experts(part: str, source: str) -> list[Op]:
     name = f"ffn.experts.{part}"
     same = "same quantiser as ffn.shared_experts.w1.input; the gather by expert has no kernel yet"
@@ -101,7 +106,7 @@ def _state(name: str, kinds: tuple[str, ...]) -> Op:
 
 
 OPS: tuple[Op, ...] = (
-    Op("embed", FIRST, (), ("embed",), residual.rows_embedded, residual.rows_expected, bound="0: bytes are moved"),
+    Op("embed", FIRST, ("ids",), ("embed",), residual.rows_embedded, residual.rows_expected, bound="0: bytes are moved"),
     _norm("enorm", MTP, "embed"),
     _norm("hnorm", MTP, "streams"),
     *_linear("e_proj", MTP),
@@ -114,27 +119,29 @@ OPS: tuple[Op, ...] = (
     *_linear("attn.wq_b"),
     Op("attn.rope.table", ALL, (), ("cos", "sin"), candidates.table, twins.table,
        bound="|θ|·(2·4+2)·u for the frequency and the product, 4u for the function"),
-    _missing("attn.q", ALL, "attn.wq_b"),
+    Op("attn.q", ALL, ("attn.wq_b", "attn.wkv"), ("attn.q",), attend.queries, attend.queries_expected,
+       bound="norm of each head and rotation composed"),
     *_linear("attn.wkv"),
-    _missing("attn.kv", ALL, "attn.wkv"),
-    _missing("attn.compressor.values", COMPRESSED, "attn_norm", "no BF16 GEMM with float32 output yet"),
+    Op("attn.kv", ALL, ("attn.wq_b", "attn.wkv"), ("attn.kv",), attend.window_rows, attend.window_expected,
+       bound="norm and rotation composed; a code or scale may differ within it of an edge; bytes in the ring 0"),
+    _projection("attn.compressor.values", COMPRESSED),
     Op("attn.compressor.row", COMPRESSED, ("attn_norm", "attn.compressor.values"), ("nope", "rope", "layout"),
        candidates.compressed_rows, twins.compressed_rows,
        bound="softmax pooling, norm and rotation composed; a code or scale may differ within it of an edge"),
     _state("attn.compressor", COMPRESSED),
     *_linear("attn.indexer.wq_b", CSA),
     _missing("attn.indexer.q", CSA, "attn.indexer.wq_b"),
-    _missing("attn.indexer.weights", CSA, "attn_norm"),
-    _missing("attn.indexer.compressor.values", CSA, "attn_norm", "no BF16 GEMM with float32 output yet"),
+    _projection("attn.indexer.weights", CSA),
+    _projection("attn.indexer.compressor.values", CSA),
     _missing("attn.indexer.compressor.row", CSA, "attn.indexer.compressor.values", "no Hadamard and FP4 row kernel yet"),
     _state("attn.indexer.compressor", CSA),
     _missing("attn.indexer.scores", CSA, "attn.indexer.q attn.indexer.weights attn.indexer.compressor.row"),
     _missing("attn.indexer.picks", CSA, "attn.indexer.scores"),
-    Op("attn.core", ALL, ("attn.q", "attn.kv", "attn.indexer.picks"), ("attn.core",),
-       candidates.attention, twins.attention, phases=("decode", "verify"),
-       bound="score dots through exp, λ·sqrt(Σ(w·2^-9·v)²) for probabilities in bfloat16, sums and division"),
-    _missing("attn.o_rotated", ALL, "attn.core"),
-    _missing("attn.wo_a", ALL, "attn.o_rotated", "its input is not quantised; no BF16 GEMM yet"),
+    Op("attn.core", ALL, ("attn.q", "attn.kv", "attn.indexer.picks"), ("attn.o_rotated",),
+       attend.attention, attend.attention_expected,
+       bound="score dots through exp, λ·sqrt(Σ(w·2^-8·v)²) for probabilities in bfloat16, sums, division, rotation"),
+    Op("attn.wo_a", ALL, ("attn.o_rotated",), ("attn.wo_a",), attend.group_output, attend.group_expected,
+       bound="min(k, λ·sqrt(k))·u·Σ|x·w|, k = width of a group; its input is not quantised"),
     *_linear("attn.wo_b"),
     _spread("hc_attn", "attn.wo_b"),
     _mix("hc_ffn", "hc_attn.streams"),

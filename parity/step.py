@@ -21,6 +21,7 @@ from reference.rounding import Sites
 from reference.state import Batch, LayerState
 
 from .budget.bounded import Arithmetic
+from .cases import MAX_DRAFT
 from .judge import Places, Stored
 from .pour import PouredPool, pour
 from .taps import Capture
@@ -89,6 +90,12 @@ class Step:
         """Tokens each sequence has after this step."""
         return [int(self.batch.positions[s.stop - 1]) + 1 for s in self.batch.sequences()]
 
+    @property
+    def direct(self) -> bool:
+        """Whether every sequence grows by so little that no token needs a window row that another one overwrites: then rows
+        go into the pool before attention."""
+        return max(s.stop - s.start for s in self.batch.sequences()) <= MAX_DRAFT + 1
+
     def raw_rows(self) -> list[tuple[int, Tensor]]:
         """Per sequence, the raw rows that this step's tokens may see: position of the first, and rows [n, d]."""
         new = self.capture["attn.kv"]
@@ -105,3 +112,9 @@ class Step:
     def pool_to_attend(self) -> PouredPool:
         """A pool as attention finds it: this step's rows are in."""
         return pour(self.config, self.layer, self.after, self.raw_rows(), self.ends, self.ends, self.seed)
+
+    @cached_property
+    def pool_to_extend(self) -> PouredPool:
+        """A pool as attention finds it in a long step: finished rows are in, windows are as they were before."""
+        windows = [(start - len(s.window), s.window) for s, start in zip(self.before, self.starts, strict=True)]
+        return pour(self.config, self.layer, self.after, windows, self.ends, self.ends, self.seed)

@@ -48,12 +48,13 @@ def quantise(step: Step, op: str, stored: StoredOutputs) -> Expectations:
     return {op: Expectation(expected, token_places(step, len(x)))}
 
 
-def product(x: Bounded, linear: Linear, step: Step) -> Bounded:
-    """x [t, k] times a weight of bfloat16 or of codes -> [t, n]: products are exact, `k` float32 additions round."""
-    rows = max(1, TILE // x.value.shape[1])
+def product(x: Bounded, linear: Linear, step: Step, start: int = 0, stop: int | None = None) -> Bounded:
+    """x [t, k] times rows [start, stop) of a weight of bfloat16 or of codes -> [t, n]: products are exact, `k` float32
+    additions round."""
+    rows, stop = max(1, TILE // x.value.shape[1]), linear.out_features if stop is None else stop
     parts = [
-        dot(x, exact(linear.dense(torch.float64, first, min(first + rows, linear.out_features))), step.how)
-        for first in range(0, linear.out_features, rows)
+        dot(x, exact(linear.dense(torch.float64, first, min(first + rows, stop))), step.how)
+        for first in range(start, stop, rows)
     ]
     return Bounded(torch.cat([p.value for p in parts], 1), torch.cat([p.bound for p in parts], 1))
 
@@ -102,8 +103,8 @@ def compressed_rows(step: Step, op: str, stored: StoredOutputs) -> Expectations:
     return {
         "nope": Expectation(Codes(nope, ROW_BLOCK, formats.E4M3_AMAX_FLOOR, "cd"), places),
         "rope": Expectation(Dense(rotated, "bf16", "cd"), places),
-        "layout": Expectation(Bytes(_layout(stored["nope"], stored["layout"]), "cd"), places),
-        **_untouched(stored),
+        "layout": Expectation(Bytes(layout_bytes(stored["nope"], stored["layout"]), "cd"), places),
+        **untouched(stored),
     }
 
 
@@ -144,7 +145,7 @@ def _row_places(step: Step, sequence: Tensor, entry: Tensor, ratio: int) -> Plac
     return Places(labels | {"page": page, "page_row": entry % per_block})
 
 
-def _layout(nope: Stored, layout: Stored) -> Tensor:
+def layout_bytes(nope: Stored, layout: Stored) -> Tensor:
     """Bytes after the codes of a row: every scale of the candidate's twice, then zeros."""
     assert isinstance(nope, tuple) and isinstance(layout, Tensor)
     expected = torch.zeros_like(layout)
@@ -153,7 +154,7 @@ def _layout(nope: Stored, layout: Stored) -> Tensor:
     return expected
 
 
-def _untouched(stored: StoredOutputs) -> Expectations:
+def untouched(stored: StoredOutputs) -> Expectations:
     """No byte of the pool changes that was not to be written."""
     return {name: Expectation(Unchanged("cd"), Places()) for name in stored if name.startswith("pool.")}
 
@@ -167,23 +168,12 @@ def state_rows(step: Step, op: str, stored: StoredOutputs) -> Expectations:
     return {
         "values": Expectation(Dense(exact(values[kept]), "f32", "td"), Places(labels)),
         "gates": Expectation(Dense(exact(gates.value[kept]), "f32", "td"), Places(labels)),
-        **_untouched(stored),
+        **untouched(stored),
     }
 
 
-def attention(step: Step, op: str, stored: StoredOutputs) -> Expectations:
-    """One softmax over each token's own rows, taken from the reference's state and not from the candidate's lists."""
-    attn, q = step.block.attn, step.capture["attn.q"]
-    parts = []
-    for b, where in enumerate(step.batch.sequences()):
-        rows, absent = _visible_rows(step, b, where)
-        parts.append(spans.sink_attention(q[where], rows, absent, attn.sink, step.how))
-    o = Bounded(torch.cat([p.value for p in parts]), torch.cat([p.bound for p in parts]))
-    return {op: Expectation(Dense(o, "bf16", "thd"), step.places), **_untouched(stored)}
-
-
-def _visible_rows(step: Step, b: int, where: slice) -> tuple[Tensor, Tensor]:
-    """Rows [t, n, d] of each token of sequence b: window, then compressed rows; and which are not there [t, n]."""
+def visible_rows(step: Step, b: int, where: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [t, n, d] of these tokens of sequence b: window, then compressed rows; and which are not there [t, n]."""
     attn, positions = step.block.attn, step.batch.positions[where]
     first, raw = step.raw_rows()[b]
     at = positions[:, None] - torch.arange(attn.sliding_window - 1, -1, -1)  # [t, w] positions, oldest first

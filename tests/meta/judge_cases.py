@@ -32,10 +32,12 @@ def uneven(g: torch.Generator, *shape: int) -> Tensor:
     return x.scatter(-1, torch.randint(0, shape[-1], (*shape[:-1], 1), generator=g), 700.0)
 
 
-def run_layer(layer: int, chosen: list[ops.Op], phases: tuple[str, ...] = ("decode", "verify")) -> list[Judged]:
+def run_layer(
+    layer: int, chosen: list[ops.Op], phases: tuple[str, ...] = ("decode", "verify"), lengths: tuple[int, ...] = (7,)
+) -> list[Judged]:
     """One layer of `mini` with these ops, from poured states at the edges of groups, window and pool block."""
     one_thread()
-    plan = cases.plan([7], [127, 255, 36], phases, chunks=[9])
+    plan = cases.plan(lengths, [127, 255, 36], phases, chunks=[9])
     setting = Setting(open_store("procedural:mini"), profile("pool-fp8"), plan, chosen, HOW, 3)
     return list(Flow.start(setting).run_layer(layer))
 

@@ -17,7 +17,7 @@ from optimized.kernels import decode_attention as attention_file
 from optimized.kernels import gemm_fp8 as gemm_file
 from optimized.kernels import quantize as quantize_file
 from optimized.pool import plans
-from parity import candidates, ops
+from parity import attend, candidates, ops
 
 CSA, HCA, WINDOW = 2, 1, 0  # layers of mini
 GEMM, ROW, STATE, CORE = "attn.wq_a", "attn.compressor.row", "attn.compressor.state", "attn.core"
@@ -172,7 +172,7 @@ def test_a_state_write_to_the_wrong_ring_row_is_found(monkeypatch):
 )
 def test_faults_inside_attention(tmp_path, monkeypatch, edit):
     wrong = mutant(attention_file, tmp_path, edit)
-    monkeypatch.setattr(candidates, "decode_attention", wrong.decode_attention)
+    monkeypatch.setattr(attend, "decode_attention", wrong.decode_attention)
     for v in only(run(WINDOW, CORE), CORE):
         assert {"token", "head", "sequence", "position"} <= set(v.worst)
 
@@ -199,12 +199,12 @@ def test_a_group_that_is_not_over_is_not_visible(monkeypatch):
 
 
 def test_a_pool_that_attention_writes_to_is_found(monkeypatch):
-    honest = candidates.decode_attention
+    honest = attend.decode_attention
 
     def scribbling(q, nope, rope, *args, **kwargs):
         nope[7, 3] ^= 0xFF
         return honest(q, nope, rope, *args, **kwargs)
 
-    monkeypatch.setattr(candidates, "decode_attention", scribbling)
+    monkeypatch.setattr(attend, "decode_attention", scribbling)
     for v in only(run(WINDOW, CORE), CORE):
         assert (v.output, v.worst["channel"]) == ("pool.nope", 3)
