@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from reference import formats
-
 from .budget import codes as code_rules
 from .budget.bounded import LAMBDA, Arithmetic, Bounded
 from .metrics import Distance, anomalies, distance, round_to, ulp
@@ -35,12 +33,24 @@ class Dense:
 
 @dataclass(frozen=True)
 class Codes:
-    """Expected E4M3 codes and scale bytes: the unrounded value and bound they quantise, the block and the amax floor."""
+    """Expected codes, one a byte, and scale bytes: the unrounded value and bound they quantise, the block, the amax floor
+    and the format."""
 
     expected: Bounded
     block: int
     floor: float
     dims: str
+    grid: code_rules.Grid = code_rules.E4M3
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Expected choice of the `k` largest of expected[t, :visible[t]]: [t, k] numbers without repetition, -1 at the end."""
+
+    expected: Bounded
+    visible: Tensor
+    k: int
+    dims: str = "tk"
 
 
 @dataclass(frozen=True)
@@ -58,7 +68,7 @@ class Unchanged:
     dims: str
 
 
-Expected = Dense | Codes | Bytes | Unchanged
+Expected = Dense | Codes | Bytes | Unchanged | Selection
 Stored = Tensor | tuple[Tensor, Tensor]
 
 
@@ -109,6 +119,8 @@ def judge(output: str, stored: Stored, expected: Expected, how: Arithmetic, plac
     if isinstance(expected, Bytes):
         _same_shape(output, stored, expected.expected)
         return _judge_bytes(output, stored != expected.expected, expected.dims, places)
+    if isinstance(expected, Selection):
+        return _judge_selection(output, stored, expected, places)
     if isinstance(expected, Unchanged):
         return _judge_bytes(output, stored, expected.dims, places)
     return _judge_dense(output, stored, expected, how, places)
@@ -206,17 +218,40 @@ def _fair(x: Tensor) -> float:
 
 
 def _judge_codes(output: str, codes: Tensor, scales: Tensor, expected: Codes, places: Places) -> Verdict:
-    t, block = expected.expected, expected.block
+    t, block, grid = expected.expected, expected.block, expected.grid
     _same_shape(output, codes, t.value)
-    with_scale = code_rules.scale_used(scales, t, block, expected.floor)
+    with_scale = code_rules.scale_used(scales, t, block, expected.floor, grid)
     tests = {
         "scale": with_scale.repeat_interleave(block, -1)[..., : codes.shape[-1]],
-        "code": torch.nan_to_num(code_rules.code_used(codes, scales, t, block), nan=torch.inf, posinf=torch.inf),
+        "code": torch.nan_to_num(code_rules.code_used(codes, scales, t, block, grid), nan=torch.inf, posinf=torch.inf),
     }
-    value = code_rules.dequantize(codes, scales, block)
-    own, own_scales = formats.quantize_e4m3(t.value.float(), block, expected.floor)
+    value = code_rules.dequantize(codes, scales, block, grid)
+    own, own_scales = grid.quantize(t.value.float(), block, expected.floor)
     flips = int((codes != own).sum()) + int((scales != own_scales).sum())
-    return _verdict(output, tests, expected.dims, places, distance(value, t.value, "f32"), f"e4m3_{block}", flips=flips)
+    return _verdict(output, tests, expected.dims, places, distance(value, t.value, "f32"), f"{grid.name}_{block}", flips=flips)
+
+
+def _judge_selection(output: str, picks: Tensor, expected: Selection, places: Places) -> Verdict:
+    """Each pick needs the gap to the best one left out, over the sum of their bounds; a wrong count, a repetition or what
+    is not visible is infinite."""
+    t, visible = expected.expected, expected.visible
+    count = visible.clamp_max(min(expected.k, t.value.shape[1]))[:, None]
+    slot = torch.arange(picks.shape[1])
+    _same_shape(output, picks, picks.new_empty(len(visible), expected.k))
+    wanted = slot < count
+    fits = torch.where(wanted, (picks >= 0) & (picks < visible[:, None]), picks == -1)
+    at = picks.clamp(0, max(0, t.value.shape[1] - 1)).long()
+    taken = torch.zeros(t.value.shape, dtype=torch.int32).scatter_add_(1, at, (wanted & fits).int())
+    left = (taken == 0) & (torch.arange(t.value.shape[1]) < visible[:, None])
+    used = torch.zeros(picks.shape, dtype=torch.float64)
+    for k in range(int(count.max()) if len(count) else 0):
+        value, bound = (x.gather(1, at[:, k : k + 1]) for x in (t.value, t.bound))
+        gap = torch.where(left, t.value - value, 0.0)
+        used[:, k] = torch.where(gap > 0, gap / (t.bound + bound), 0.0).amax(1)
+    repeated = taken.gather(1, at) > 1
+    used = torch.where(fits & ~(wanted & repeated), torch.where(wanted, used, 0.0), torch.inf)
+    flips = int((used > 0).sum())
+    return _verdict(output, {"gap": used}, expected.dims, places, None, "i32", flips=flips)
 
 
 def _verdict(

@@ -10,7 +10,7 @@ import fnmatch
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from . import attend, candidates, residual, twins
+from . import attend, candidates, indexing, residual, twins
 from .budget.bounded import ACCUMULATE
 from .cases import PHASES
 from .judge import Stored
@@ -130,13 +130,23 @@ OPS: tuple[Op, ...] = (
        bound="softmax pooling, norm and rotation composed; a code or scale may differ within it of an edge"),
     _state("attn.compressor", COMPRESSED),
     *_linear("attn.indexer.wq_b", CSA),
-    _missing("attn.indexer.q", CSA, "attn.indexer.wq_b"),
     _projection("attn.indexer.weights", CSA),
+    Op("attn.indexer.q", CSA, ("attn.indexer.wq_b", "attn_norm"), ("attn.indexer.q",),
+       indexing.queries, indexing.queries_expected,
+       bound="rotation and Hadamard composed; a code or scale may differ within it of an edge; 2u for a weight's factor"),
     _projection("attn.indexer.compressor.values", CSA),
-    _missing("attn.indexer.compressor.row", CSA, "attn.indexer.compressor.values", "no Hadamard and FP4 row kernel yet"),
+    Op("attn.indexer.compressor.row", CSA, ("attn_norm", "attn.indexer.compressor.values"), ("attn.indexer.compressor.row",),
+       indexing.keys, twins.compressed_rows,
+       bound="softmax pooling, norm, rotation and Hadamard composed; a code or scale may differ within it of an edge"),
     _state("attn.indexer.compressor", CSA),
-    _missing("attn.indexer.scores", CSA, "attn.indexer.q attn.indexer.weights attn.indexer.compressor.row"),
-    _missing("attn.indexer.picks", CSA, "attn.indexer.scores"),
+    Op("attn.indexer.scores", CSA, ("attn.indexer.q", "attn.indexer.weights"), ("attn.indexer.scores",),
+       indexing.scores, indexing.scores_expected,
+       bound="Σ_h |w|·(min(k, λ·sqrt(k))·u·Σ|q·k| + (h+1)·u·ReLU), k = index head size"),
+    Op("attn.indexer.picks", CSA, ("attn.indexer.q", "attn.indexer.weights"), ("attn.indexer.picks",),
+       indexing.chosen, indexing.chosen_expected,
+       bound="0 by its own scores; by the twin's, a gap within both bounds"),
+    Op("attn.indexer.rows", CSA, ("attn.indexer.picks",), ("attn.indexer.rows",),
+       indexing.translated, indexing.translated_expected, bound="0: row numbers"),
     Op("attn.core", ALL, ("attn.q", "attn.kv", "attn.indexer.picks"), ("attn.o_rotated",),
        attend.attention, attend.attention_expected,
        bound="score dots through exp, λ·sqrt(Σ(w·2^-8·v)²) for probabilities in bfloat16, sums, division, rotation"),

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from optimized.pool import rows as codec
 from optimized.pool.geometry import BLOCK_TOKENS, RATIO, Geometry
-from optimized.pool.pool import Pool
+from optimized.pool.index_rows import LAYOUTS, PAGE_ROWS, encode, key_order, scale_order
+from optimized.pool.pool import IndexPool, Pool
 from reference.config import Config
 from reference.state import CompressorState, LayerState
 
@@ -70,6 +71,49 @@ class PouredPool:
         """Rows [n] of the layer as values [n, d] (float64): the bytes as any reader of the format takes them."""
         planes = self.pool.layer_rows(self.layer)
         return codec.decode_2buff(planes[0][rows], planes[1][rows]).double()
+
+
+INDEX_LAYOUT = LAYOUTS["fp4_natural"]
+
+
+@dataclass(frozen=True)
+class PouredKeys:
+    """Index keys of the CSA layers of a `PouredPool`, a page a block; `layer` among its neighbours."""
+
+    pool: IndexPool
+    layer: int
+    blocks: int
+
+    def copy(self, device: str = "cpu") -> PouredKeys:
+        pool = IndexPool(self.pool.geometry, self.blocks, self.pool.layout, device)
+        pool.memory.copy_(self.pool.memory)
+        return replace(self, pool=pool)
+
+    def page_bytes(self, blocks: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Places in the memory, int64 [n, key bytes] and [n, scales], of keys in rows [n] of pages `blocks` [n]."""
+        layout, width = self.pool.layout, self.pool.geometry.config.index_head_dim
+        place, ordinal = torch.arange(self.pool.memory.numel()), self.pool.geometry.ordinal(self.layer)
+        planes = self.pool.keys[ordinal], self.pool.scales[ordinal]
+        keys, scales = (place.as_strided(x.shape, x.stride(), x.storage_offset()) for x in planes)
+        blocks = blocks.long()[:, None]
+        return keys[blocks, key_order(layout, width)[rows]], scales[blocks, scale_order(layout, width)[rows]]
+
+    def write(self, blocks: Tensor, rows: Tensor, values: Tensor) -> None:
+        """Quantise keys [n, d] into their places."""
+        for place, bytes_ in zip(self.page_bytes(blocks, rows), encode(values.float(), self.pool.layout.form), strict=True):
+            self.pool.memory[place] = bytes_
+
+
+def pour_keys(poured: PouredPool, states: Sequence[LayerState]) -> PouredKeys:
+    """Pages, poisoned first, that hold the finished index keys of each sequence, in the blocks of its rows."""
+    keys = PouredKeys(IndexPool(poured.geometry, poured.blocks, INDEX_LAYOUT), poured.layer, poured.blocks)
+    keys.pool.poison()
+    for b, state in enumerate(states):
+        if state.indexer is None:  # nothing behind it
+            continue
+        entries = torch.arange(len(state.indexer.rows))
+        keys.write(poured.block_table[b].long()[entries // PAGE_ROWS], entries % PAGE_ROWS, state.indexer.rows)
+    return keys
 
 
 def neighbourhood(config: Config, layer: int) -> tuple[Config, int]:

@@ -23,7 +23,7 @@ from reference.state import Batch, LayerState
 from .budget.bounded import Arithmetic
 from .cases import MAX_DRAFT
 from .judge import Places, Stored
-from .pour import PouredPool, pour
+from .pour import PouredKeys, PouredPool, pour, pour_keys
 from .taps import Capture
 
 
@@ -118,3 +118,13 @@ class Step:
         """A pool as attention finds it in a long step: finished rows are in, windows are as they were before."""
         windows = [(start - len(s.window), s.window) for s, start in zip(self.before, self.starts, strict=True)]
         return pour(self.config, self.layer, self.after, windows, self.ends, self.ends, self.seed)
+
+    @cached_property
+    def keys_before(self) -> PouredKeys:
+        """Pages of index keys as the step finds them."""
+        return pour_keys(self.pool_before, self.before)
+
+    @cached_property
+    def keys_after(self) -> PouredKeys:
+        """Pages of index keys as queries find them: the keys that this step completes are in."""
+        return pour_keys(self.pool_before, self.after)

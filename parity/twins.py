@@ -26,6 +26,7 @@ from .step import Step
 
 FREQUENCY_ULPS = 4.0  # of a float32 power and the blend of two: what two implementations of the table may differ by
 ROW_BLOCK = 64
+KEY_BLOCK = 32
 TILE = 1 << 23  # weights held in float64 at a time
 
 
@@ -91,15 +92,19 @@ def compressed_rows(step: Step, op: str, stored: StoredOutputs) -> Expectations:
     values, gates = _new_tokens(step, op)
     pooled, labels = [], []
     for b, where in enumerate(step.batch.sequences()):
-        part = _pooled(compressor, step.before[b].compressor, values[where], gates[where], step)
+        before = step.before[b].indexer if compressor.index_keys else step.before[b].compressor
+        part = _pooled(compressor, before, values[where], gates[where], step)
         first = step.starts[b] // compressor.ratio
         pooled.append(part)
         labels.append(torch.stack([torch.full((len(part.value),), b), first + torch.arange(len(part.value))]))
     together = Bounded(torch.cat([p.value for p in pooled]), torch.cat([p.bound for p in pooled]))
     sequence, entry = torch.cat(labels, 1)
     row = _finished(step, compressor, together, entry)
-    nope, rotated = row.split_last(compressor.rope.dim)
     places = _row_places(step, sequence, entry, compressor.ratio)
+    if compressor.index_keys:
+        keys = Codes(spans.hadamard(row, step.how), KEY_BLOCK, formats.E2M1_AMAX_FLOOR, "cd", codes.E2M1)
+        return {"keys": Expectation(keys, places), **untouched(stored)}
+    nope, rotated = row.split_last(compressor.rope.dim)
     return {
         "nope": Expectation(Codes(nope, ROW_BLOCK, formats.E4M3_AMAX_FLOOR, "cd"), places),
         "rope": Expectation(Dense(rotated, "bf16", "cd"), places),

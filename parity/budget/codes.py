@@ -6,6 +6,9 @@ candidate chose; a scale byte only if the block's amax lies within its bound of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -13,11 +16,36 @@ from reference import formats
 
 from .bounded import Bounded
 
-_VALUES = formats.e4m3_decode(torch.arange(127, dtype=torch.uint8)).double()
-_MIDPOINTS = (_VALUES[1:] + _VALUES[:-1]) / 2
-_BELOW = torch.cat([torch.zeros(1, dtype=torch.float64), _MIDPOINTS])  # [127] lower bin edge of each magnitude
-_ABOVE = torch.cat([_MIDPOINTS, torch.tensor([torch.inf], dtype=torch.float64)])
-_RECIPROCAL_SLACK = 2.0**-23  # the scale rule multiplies by fl32(1/448): its edges are good to one float32 ulp
+_RECIPROCAL_SLACK = 2.0**-23  # the scale rule multiplies by fl32(1/largest): its edges are good to one float32 ulp
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A format of codes: `sign` bit; bins of each magnitude `below` ... `above`; `nan` is the magnitude that is no number
+    (none: `sign`)."""
+
+    name: str
+    largest: float
+    sign: int
+    nan: int
+    below: Tensor
+    above: Tensor
+    encode: Callable[[Tensor], Tensor]
+    decode: Callable[[Tensor], Tensor]
+    quantize: Callable[[Tensor, int, float], tuple[Tensor, Tensor]]
+
+
+def _bins(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Magnitudes ascending -> lower and upper bin edges: midpoints; a zero's bin ends at zero, the last is open."""
+    middle = (values[1:] + values[:-1]) / 2
+    end = torch.tensor([torch.inf], dtype=torch.float64)
+    return torch.cat([torch.zeros(1, dtype=torch.float64), middle]), torch.cat([middle, end])
+
+
+E4M3 = Grid("e4m3", formats.E4M3_MAX, 128, 127, *_bins(formats.e4m3_decode(torch.arange(127, dtype=torch.uint8)).double()),
+            formats.e4m3_encode, formats.e4m3_decode, formats.quantize_e4m3)  # fmt: skip
+E2M1 = Grid("e2m1", formats.E2M1_MAX, 8, 8, *_bins(formats.e2m1_decode(torch.arange(8, dtype=torch.uint8)).double()),
+            formats.e2m1_encode, formats.e2m1_decode, formats.quantize_e2m1)  # fmt: skip
 
 
 def per_block(x: Tensor, block: int, fill: float = 0.0) -> Tensor:
@@ -26,12 +54,12 @@ def per_block(x: Tensor, block: int, fill: float = 0.0) -> Tensor:
     return torch.nn.functional.pad(x, (0, short), value=fill).unflatten(-1, (-1, block))
 
 
-def scale_used(scales: Tensor, t: Bounded, block: int, floor: float) -> Tensor:
+def scale_used(scales: Tensor, t: Bounded, block: int, floor: float, grid: Grid = E4M3) -> Tensor:
     """Share of the bound that a scale byte [..., g] needs: 0 for the twin's own, infinite where no error excuses it."""
     value, bound = per_block(t.value, block).abs(), per_block(t.bound, block)
     amax, least, most = (x.amax(-1).clamp_min(floor) for x in (value, value - bound, value + bound))
-    _, own = formats.quantize_e4m3(t.value.float(), block, floor)
-    upper = formats.E4M3_MAX * torch.ldexp(torch.ones_like(amax), scales.int() - 127)
+    _, own = grid.quantize(t.value.float(), block, floor)
+    upper = grid.largest * torch.ldexp(torch.ones_like(amax), scales.int() - 127)
     too_low, too_high = amax - upper, upper / 2 - amax
     slack = torch.where(too_low > 0, amax - least, most - amax)
     outside = (torch.maximum(too_low, too_high) - _RECIPROCAL_SLACK * amax).clamp_min(0)
@@ -40,7 +68,7 @@ def scale_used(scales: Tensor, t: Bounded, block: int, floor: float) -> Tensor:
     return torch.where(scales == own, 0.0, used)
 
 
-def code_used(codes: Tensor, scales: Tensor, t: Bounded, block: int) -> Tensor:
+def code_used(codes: Tensor, scales: Tensor, t: Bounded, block: int, grid: Grid = E4M3) -> Tensor:
     """Share of the bound that each code [..., n] needs: the distance from the twin's value to the code's bin over A.
 
     A zero's bin ends at zero: its sign is a bit like any other. Infinite for a NaN code, and for any but the twin's own
@@ -48,16 +76,16 @@ def code_used(codes: Tensor, scales: Tensor, t: Bounded, block: int) -> Tensor:
     """
     size = formats.e8m0_decode(scales).double().repeat_interleave(block, -1)[..., : codes.shape[-1]]
     x, bound = t.value / size, t.bound / size
-    magnitude = codes.int() & 127
-    known = magnitude.clamp_max(126)
-    signed = torch.where(codes >= 128, -x, x)
-    outside = torch.maximum(_BELOW[known] - signed, signed - _ABOVE[known]).clamp_min(0)
+    magnitude = codes.int() & (grid.sign - 1)
+    known = magnitude.clamp_max(grid.nan - 1)
+    signed = torch.where(codes >= grid.sign, -x, x)
+    outside = torch.maximum(grid.below[known] - signed, signed - grid.above[known]).clamp_min(0)
     used = torch.where(outside > 0, outside / bound, 0.0)
-    own = formats.e4m3_encode(x.float())
+    own = grid.encode(x.float())
     used = torch.where((bound == 0) & (codes != own), torch.inf, used)
-    return torch.where(magnitude == 127, torch.inf, used)
+    return torch.where(magnitude == grid.nan, torch.inf, used)
 
 
-def dequantize(codes: Tensor, scales: Tensor, block: int) -> Tensor:
+def dequantize(codes: Tensor, scales: Tensor, block: int, grid: Grid = E4M3) -> Tensor:
     """Codes [..., n] and scale bytes [..., ceil(n/block)] -> float64."""
-    return formats.dequantize_blocks(formats.e4m3_decode(codes.contiguous()), scales.contiguous(), block).double()
+    return formats.dequantize_blocks(grid.decode(codes.contiguous()), scales.contiguous(), block).double()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from reference import attention, compressor, norm, rope
+from reference import hadamard as turn
 from reference.rounding import Sites
 
 from .bounded import FUNCTION_ULPS, Arithmetic, Bounded, independent_sum
@@ -52,6 +53,26 @@ def rotate(x: Bounded, cos: Tensor, sin: Tensor, how: Arithmetic, inverse: bool 
     own = 2 * how.u * torch.stack([even.largest * cos + odd.largest * sin, odd.largest * cos + even.largest * sin], -1)
     inherited = torch.stack([even.bound * cos + odd.bound * sin, odd.bound * cos + even.bound * sin], -1)
     return Bounded(value, torch.cat([still.bound, (own + inherited).flatten(-2)], -1))
+
+
+def hadamard(x: Bounded, how: Arithmetic) -> Bounded:
+    """Rotation over all n channels of the last dimension: log2(n) levels of sums, and a factor."""
+    n = x.value.shape[-1]
+    each = (x.bound + (n.bit_length() + 1) * how.u * x.largest).sum(-1, keepdim=True) * n**-0.5
+    return Bounded(turn.hadamard(x.value), each.expand_as(x.value))
+
+
+def index_scores(q: Tensor, weights: Tensor, keys: Tensor, how: Arithmetic) -> Bounded:
+    """sum_h w_h · ReLU(q_h·k): q [t, h, d], weights [t, h], keys [c, d], all exact -> [t, c].
+
+    ReLU passes an error on at most; each head adds a product and a sum.
+    """
+    dots = torch.einsum("thd,cd->thc", q, keys)
+    sizes = torch.einsum("thd,cd->thc", q.abs(), keys.abs())
+    w = weights.abs()[:, :, None]
+    value = (weights[:, :, None] * dots.relu()).sum(1)
+    bound = (w * (how.growth(q.shape[-1]) * how.accumulate * sizes + (q.shape[1] + 1) * how.u * dots.relu())).sum(1)
+    return Bounded(value, bound)
 
 
 def pooled(values: Bounded, gates: Bounded, how: Arithmetic) -> Bounded:

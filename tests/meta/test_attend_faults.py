@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import pytest
-import torch
 from judge_cases import failing, only, run, run_layer
 from kernel_cases import mutant
 

@@ -9,7 +9,7 @@ import torch
 from judge_cases import HOW, generator, uneven
 
 from parity.budget.bounded import Bounded, exact
-from parity.budget.codes import code_used, scale_used
+from parity.budget.codes import E2M1, code_used, scale_used
 from parity.judge import Codes, Places, judge
 from reference import formats
 
@@ -92,3 +92,27 @@ def test_scale_byte_255_is_illegal():
     codes, scales = formats.quantize_e4m3(t, BLOCK)
     scales[1, 0] = 255
     assert not verdict(codes, scales, Bounded(t.double(), t.double().abs())).passed
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_quantising_to_four_bits_within_the_bound_is_legal(seed):
+    g = generator(seed)
+    t = uneven(g, 30, 128).double()
+    bound = t.abs() * 2.0**-9 + 1e-6
+    moved = t + bound * (2 * torch.rand(t.shape, generator=g, dtype=torch.float64) - 1)
+    codes, scales = formats.quantize_e2m1(moved.float(), 32)
+    expected = Codes(Bounded(t, bound + t.abs() * 2.0**-24), 32, formats.E2M1_AMAX_FLOOR, "cd", E2M1)
+    v = judge("key", (codes, scales), expected, HOW, Places())
+    assert v.passed and v.flips > 0 and 0 < v.tests["code"] <= 1 and v.storage == "e2m1_32"
+
+
+def test_every_other_code_of_four_bits_costs_its_distance():
+    """Scale 1, a value of 2.4: code 4 (2) is its own; 5 (3) begins at 2.5; 3 (1.5) ends at 1.75; -2 begins at -1.75."""
+    t = torch.zeros(1, 32, dtype=torch.float64)
+    t[0, 0], t[0, 1] = 6.0, 2.4
+    codes, scales = formats.quantize_e2m1(t.float(), 32, formats.E2M1_AMAX_FLOOR)
+    assert codes[0, 1] == 4
+    for code, share in ((4, 0.0), (5, 1.0), (3, 6.5), (12, 41.5)):
+        codes[0, 1] = code
+        used = code_used(codes, scales, Bounded(t, torch.full_like(t, 0.1)), 32, E2M1)
+        assert used[0, 1].item() == pytest.approx(share)
