@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+
+# Before anything loads numpy: the interpreter's products are small, and two threads spin longer than they compute.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 from pathlib import Path
 
 import numba

@@ -1,0 +1,82 @@
+"""Generation with the engine: drafts change no token, rolled back ones leave no trace, and commands take the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from optimized import generate as module
+from optimized.engine import Engine
+from optimized.generate import generate, speculate
+from reference.checkpoint.procedural import ProceduralStore
+from reference.errors import BadInput
+from reference.presets import preset
+
+# MTP of a model that was never trained guesses wrong; to accept drafts too, the tests bend its guesses.
+CONFIG = replace(preset("mini"), num_hidden_layers=1, compress_ratios=(4, 0), num_hash_layers=0, index_topk=3)
+STORE = ProceduralStore(CONFIG)
+PROMPT = torch.tensor([5, 17, 300, 4, 99, 211])
+NEW = 6
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return Engine(STORE, blocks=2, slots=2, lookahead=1)
+
+
+@pytest.fixture(scope="module")
+def plain(engine: Engine) -> list[int]:
+    made = list(generate(engine, PROMPT, NEW))
+    assert len(made) == NEW and engine.allocator.free_slots == 2
+    return made
+
+
+@pytest.mark.parametrize("right", ["never", "always", "sometimes"])
+def test_speculation_gives_the_tokens_of_plain_decoding(
+    engine: Engine, plain: list[int], right: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts that are wrong, right and mixed: a wrong one is taken back and must leave no trace in what follows."""
+    position = {"at": 0}
+
+    def guess(x: torch.Tensor, after: list[torch.Tensor], sequences: list[object]) -> torch.Tensor:
+        bent = original(x, after, sequences)
+        position["at"] += len(after[0])
+        at = position["at"] - len(PROMPT) + 1  # the number of the drafted token among the new ones
+        want = right == "always" or (right == "sometimes" and at == 3)
+        token = plain[at] if at < NEW else 0
+        bent[-1, token if want else (token + 1) % CONFIG.vocab_size] = torch.inf
+        return bent
+
+    original = engine.draft_logits
+    monkeypatch.setattr(engine, "draft_logits", guess)
+    steps = list(speculate(engine, PROMPT, NEW))
+    assert [token for step in steps for token in step] == plain
+    accepted = sum(len(step) == 2 for step in steps)
+    assert accepted == {"never": 0, "always": 2, "sometimes": 1}[right]
+    assert engine.allocator.free_slots == 2 and engine.allocator.free_blocks == 2
+
+
+def test_a_draft_that_is_not_taken_back_is_seen(
+    engine: Engine, plain: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine.allocator, "roll_back", lambda sequence, n: None)
+    made = [token for step in speculate(engine, PROMPT, NEW) for token in step]
+    assert made != plain
+
+
+def test_generation_stops_at_eos(engine: Engine, plain: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    ending = replace(engine.config, eos_token_id=plain[2])
+    monkeypatch.setattr(engine, "config", ending)
+    want = plain[: plain.index(plain[2]) + 1]
+    assert list(generate(engine, PROMPT, NEW)) == want
+    assert [t for step in speculate(engine, PROMPT, NEW) for t in step] == want
+
+
+def test_speculation_needs_a_lookahead() -> None:
+    steps: Iterator[list[int]] = speculate(Engine(STORE, blocks=1, slots=1), PROMPT, 2)
+    with pytest.raises(BadInput, match="lookahead of 1"):
+        next(steps)
+    assert module.greedy(torch.tensor([1.0, 3.0, 3.0])) == 1
