@@ -22,12 +22,18 @@ def greedy(logits: Tensor) -> int:
     return int(torch.argmax(logits))
 
 
-def generate(engine: Engine, prompt: Tensor, max_new_tokens: int, choose: Choose = greedy) -> Iterator[int]:
+def generate(
+    engine: Engine,
+    prompt: Tensor,
+    max_new_tokens: int,
+    choose: Choose = greedy,
+    on_layer: Callable[[int, Tensor], None] | None = None,
+) -> Iterator[int]:
     """Token ids after `prompt` [n], as they come; the last one is eos if the model says so within `max_new_tokens`."""
     sequence, tokens = engine.allocator.open(), prompt
     try:
         for _ in range(max_new_tokens):
-            token = choose(engine.logits(engine.step([tokens], [sequence])[-1:])[0])
+            token = choose(engine.logits(engine.step([tokens], [sequence], on_layer)[-1:])[0])
             yield token
             if token == engine.config.eos_token_id:
                 return

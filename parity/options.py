@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from optimized.engine import Engine
+    from reference.checkpoint.store import WeightStore
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -55,6 +61,34 @@ def add_arithmetic(parser: argparse.ArgumentParser) -> None:
                         help="rounding profile: exact, qat, official, pool-bf16, pool-fp8 (default exact)")  # fmt: skip
     parser.add_argument("--memory", type=byte_count, default=8 << 30, metavar="BYTES",
                         help="bytes of weights kept between uses; a larger model is streamed (default 8GiB)")  # fmt: skip
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--engine", choices=["reference", "optimized"], default="reference",
+                        help="who computes: the reference (default), or the kernels on a paged pool, which follow the "
+                        "profiles pool-fp8 and pool-bf16 and no --dtype")  # fmt: skip
+
+
+def wrong_engine(args: argparse.Namespace) -> bool:
+    """Whether the engine asked for cannot follow the profile; says so."""
+    if args.engine == "optimized" and args.profile not in ("pool-fp8", "pool-bf16"):
+        print(f"error: --engine optimized needs --profile pool-fp8 or pool-bf16, not {args.profile}", file=sys.stderr)
+        return True
+    return False
+
+
+def open_engine(args: argparse.Namespace, store: WeightStore, lengths: list[int]) -> Engine:
+    """An engine with room for sequences of these lengths."""
+    from optimized.engine import Engine
+    from optimized.pool.geometry import BLOCK_TOKENS
+
+    blocks = sum(-(-n // BLOCK_TOKENS) for n in lengths)
+    return Engine(store, args.profile, blocks=blocks, slots=len(lengths), memory=args.memory)
+
+
+def arithmetic(args: argparse.Namespace) -> str:
+    """What computed, for a summary."""
+    return "engine" if args.engine == "optimized" else str(args.dtype)
 
 
 def peak_rss() -> int:

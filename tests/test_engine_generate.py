@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from optimized import generate as module
 from optimized.engine import Engine
 from optimized.generate import generate, speculate
+from parity.cli import main
 from reference.checkpoint.procedural import ProceduralStore
 from reference.errors import BadInput
+from reference.model import Model
 from reference.presets import preset
+from reference.rounding import profile
+from reference.state import SequenceState
 
 # MTP of a model that was never trained guesses wrong; to accept drafts too, the tests bend its guesses.
 CONFIG = replace(preset("mini"), num_hidden_layers=1, compress_ratios=(4, 0), num_hash_layers=0, index_topk=3)
@@ -80,3 +88,29 @@ def test_speculation_needs_a_lookahead() -> None:
     with pytest.raises(BadInput, match="lookahead of 1"):
         next(steps)
     assert module.greedy(torch.tensor([1.0, 3.0, 3.0])) == 1
+
+
+@pytest.mark.parametrize("command", [["generate", "--ids", "5,17"], ["logits", "--model", "procedural:mini", "--out", "x"]])
+def test_commands_refuse_a_profile_that_the_engine_does_not_follow(command: list[str], tmp_path: Path, capsys: Any) -> None:
+    extra = ["--ids-file", str(tmp_path / "ids.json")] if command[0] == "logits" else []
+    assert main([*command, *extra, "--engine", "optimized", "--profile", "qat"]) == 2
+    assert "--profile pool-fp8 or pool-bf16" in capsys.readouterr().err
+
+
+def test_commands_run_the_engine(tmp_path: Path, capsys: Any) -> None:
+    """Logits of a prompt in two steps, then the same prompt's first new token."""
+    out, prompt = tmp_path / "logits.safetensors", PROMPT[:3].tolist()
+    (tmp_path / "ids.json").write_text(json.dumps({"a": prompt}))
+    chosen = ["--model", "procedural:mini", "--engine", "optimized", "--profile", "pool-bf16"]
+    files = ["--ids-file", str(tmp_path / "ids.json"), "--out", str(out)]
+    assert main(["logits", *chosen, *files, "--prefill", "2", "--mtp", "--hidden"]) == 0
+    got = load_file(out)
+    assert got["a.logits"].shape == (3, 512) and got["a.mtp_logits"].shape == (2, 512)
+    want = Model(ProceduralStore("mini"), torch.float64, profile("pool-bf16"))
+    logits = want.logits(want.forward([PROMPT[:3]], [SequenceState()]))
+    assert torch.equal(got["a.logits"].argmax(1), logits.argmax(1))
+    ids = ",".join(map(str, prompt))
+    capsys.readouterr()
+    assert main(["generate", *chosen, "--ids", ids, "--max-new-tokens", "1"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.split() == [str(int(got["a.logits"][-1].argmax()))] and "engine, pool-bf16" in shown.err

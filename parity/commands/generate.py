@@ -5,17 +5,24 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from .. import options
 from ..progress import Progress
 from ..tokens import FileTokenizer, load_tokenizer
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from reference.checkpoint.loader import Loader
+    from reference.checkpoint.store import WeightStore
+
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "generate",
-        help="generate text with the reference, layer by layer",
+        help="generate text with the reference or the engine, layer by layer",
         description="Greedy or sampled generation. A model larger than --memory is streamed: each layer is read, used "
         "and dropped, experts are read when a token asks for them. Tokens go to stdout, everything else to stderr.",
     )
@@ -26,6 +33,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--max-new-tokens", type=options.positive, default=16, metavar="N", help="default 16")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     parser.add_argument("--seed", type=int, default=0, help="seed of sampling (default 0)")
+    options.add_engine(parser)
     options.add_arithmetic(parser)
     parser.set_defaults(main=main)
 
@@ -35,30 +43,53 @@ def main(args: argparse.Namespace) -> int:
 
     from reference.checkpoint.open import open_store
     from reference.errors import BadInput
-    from reference.generate import Sampling, generate
-    from reference.model import Model
-    from reference.rounding import profile
 
+    if options.wrong_engine(args):
+        return 2
     if args.temperature < 0:
         raise BadInput(f"temperature {args.temperature} is negative")
     store = open_store(args.model)
-    model = Model(store, options.DTYPES[args.dtype], profile(args.profile), args.memory)
     tokenizer = load_tokenizer(args.model, store.config.vocab_size) if args.prompt is not None else None
     ids = [store.config.bos_token_id, *tokenizer.encode(args.prompt)] if tokenizer else args.ids
     began, shown = time.perf_counter(), ""
     seconds: list[float] = []
     made: list[int] = []
     with Progress(store.config.num_hidden_layers, "layer") as progress:
-        sampling = Sampling(args.temperature, args.seed)
-        for token in generate(model, torch.tensor(ids), args.max_new_tokens, sampling, lambda i, _: progress.at(i + 1)):
+        tokens, loader = start(args, store, torch.tensor(ids), lambda i, _: progress.at(i + 1))
+        for token in tokens:
             seconds.append(time.perf_counter() - began)
             began = time.perf_counter()
             made.append(token)
             shown = _show(progress, tokenizer, made, shown)
             progress.note(f"token {len(made)}: {seconds[-1]:.1f} s, {options.show_bytes(store.bytes_read)} touched")
     print()
-    _summary(args, len(ids), made, seconds, model)
+    _summary(args, len(ids), made, seconds, store, loader)
     return 0
+
+
+def start(
+    args: argparse.Namespace, store: WeightStore, prompt: Tensor, on_layer: Callable[[int, Tensor], None]
+) -> tuple[Iterator[int], Loader | None]:
+    """The tokens after the prompt, and, where the reference computes, what loads its weights."""
+    import torch
+
+    from reference.generate import Sampling, generate, sample
+    from reference.model import Model
+    from reference.rounding import profile
+
+    sampling = Sampling(args.temperature, args.seed)
+    if args.engine == "reference":
+        model = Model(store, options.DTYPES[args.dtype], profile(args.profile), args.memory)
+        return generate(model, prompt, args.max_new_tokens, sampling, on_layer), model.loader
+    from optimized import generate as optimized
+
+    engine = options.open_engine(args, store, [len(prompt) + args.max_new_tokens])
+    random = torch.Generator().manual_seed(args.seed)
+
+    def choose(logits: Tensor) -> int:
+        return sample(logits.cpu(), sampling, random)
+
+    return optimized.generate(engine, prompt, args.max_new_tokens, choose, on_layer), None
 
 
 def _show(progress: Progress, tokenizer: FileTokenizer | None, made: list[int], shown: str) -> str:
@@ -70,16 +101,20 @@ def _show(progress: Progress, tokenizer: FileTokenizer | None, made: list[int], 
     return text
 
 
-def _summary(args: argparse.Namespace, prompt: int, made: list[int], seconds: list[float], model: Any) -> None:
-    store, loader = model.loader.store, model.loader
+def _summary(
+    args: argparse.Namespace, prompt: int, made: list[int], seconds: list[float], store: WeightStore, loader: Loader | None
+) -> None:
     later = seconds[1:] or seconds
     total = store.config.n_routed_experts * store.config.num_hidden_layers
+    kept = ("resident, " if loader.resident else "streamed, ") if loader else ""
+    how = f"{kept}{options.arithmetic(args)}, {args.profile}"
     lines = [
-        f"model           {store.identity} ({'resident' if loader.resident else 'streamed'}, {args.dtype}, {args.profile})",
+        f"model           {store.identity} ({how})",
         f"tokens          {prompt} prompt, {len(made)} new: {' '.join(map(str, made))}",
         f"first token     {seconds[0]:.2f} s; then {sum(later) / len(later):.2f} s per token",
         f"bytes touched   {store.bytes_read:,} ({options.show_bytes(store.bytes_read)})",
-        f"experts hit     {len(loader.experts_used):,} of {total:,}, read {loader.experts_read:,} times",
-        f"peak RSS        {options.show_bytes(options.peak_rss())}",
     ]
+    if loader:
+        lines.append(f"experts hit     {len(loader.experts_used):,} of {total:,}, read {loader.experts_read:,} times")
+    lines.append(f"peak RSS        {options.show_bytes(options.peak_rss())}")
     print("\n" + "\n".join(lines), file=sys.stderr)

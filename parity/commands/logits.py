@@ -1,9 +1,10 @@
-"""`v4parity logits`: what the reference computes for given tokens, as a safetensors file."""
+"""`v4parity logits`: what the reference, or the engine, computes for given tokens, as a safetensors file."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,12 @@ from .. import options
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from optimized.engine import Engine
     from reference.model import Model
+
+    OnLayer = Callable[[int, Tensor], None]
+    Step = Callable[[Tensor], Tensor]
+    Draft = Callable[[Tensor, Tensor], Tensor]
 
 
 def add_parser(subparsers: Any) -> None:
@@ -28,7 +34,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--prefill", type=options.positive, metavar="P", help="run P tokens at once and the rest one by one")
     parser.add_argument("--hidden", action="store_true", help="also the streams after each layer")
     parser.add_argument("--mtp", action="store_true", help="also the logits of MTP block 0")
-    parser.add_argument("--engine", choices=["reference"], default="reference", help="who computes (default reference)")
+    options.add_engine(parser)
     options.add_arithmetic(parser)
     parser.set_defaults(main=main)
 
@@ -40,9 +46,15 @@ def main(args: argparse.Namespace) -> int:
 
     from ..progress import Progress
 
+    if options.wrong_engine(args):
+        return 2
     prompts = read_ids(args.ids_file)
     store = open_store(args.model)
-    model = Model(store, options.DTYPES[args.dtype], profile(args.profile), args.memory)
+    model: Model | Engine
+    if args.engine == "optimized":
+        model = options.open_engine(args, store, [len(ids) for ids in prompts.values()])
+    else:
+        model = Model(store, options.DTYPES[args.dtype], profile(args.profile), args.memory)
     out: dict[str, Tensor] = {}
     with Progress(len(prompts), "prompt") as progress:
         for done, (name, ids) in enumerate(prompts.items()):
@@ -50,7 +62,7 @@ def main(args: argparse.Namespace) -> int:
             out |= {f"{name}.{what}": t for what, t in run(model, ids, args.prefill, args.hidden, args.mtp).items()}
             progress.note(f"{name}: {len(ids)} tokens")
     save(out, args.out)
-    print(f"{args.out}: {len(out)} tensors from {store.identity} ({args.dtype}, profile {args.profile})")
+    print(f"{args.out}: {len(out)} tensors from {store.identity} ({options.arithmetic(args)}, profile {args.profile})")
     return 0
 
 
@@ -74,25 +86,33 @@ def read_ids(path: Path) -> dict[str, Tensor]:
     return {name: torch.tensor(ids) for name, ids in table.items()}
 
 
-def run(model: Model, ids: Tensor, prefill: int | None, hidden: bool, mtp: bool) -> dict[str, Tensor]:
+def run(model: Model | Engine, ids: Tensor, prefill: int | None, hidden: bool, mtp: bool) -> dict[str, Tensor]:
     """One prompt: `prefill` tokens in one step (all of them if None), the rest one by one."""
     import torch
 
-    from reference.state import SequenceState
-
-    state = SequenceState()
     first = len(ids) if prefill is None else min(prefill, len(ids))
     layers: list[list[Tensor]] = [[] for _ in range(model.config.num_hidden_layers)]
     on_layer = (lambda i, x: layers[i].append(x)) if hidden else None
-    steps = [ids[:first], *(ids[i : i + 1] for i in range(first, len(ids)))]
-    streams = torch.cat([model.forward([step], [state], on_layer) for step in steps])
+    step, draft = steps_of(model, on_layer)
+    streams = torch.cat([step(part) for part in (ids[:first], *ids[first:].split(1)) if len(part)])
     out = {"logits": model.logits(streams)}
     if hidden:
         out["hidden"] = torch.stack([torch.cat(parts) for parts in layers])
     if mtp:
-        empty = out["logits"][:0]
-        out["mtp_logits"] = model.mtp_logits(streams[:-1], [ids[1:]], [SequenceState()]) if len(ids) > 1 else empty
-    return out
+        out["mtp_logits"] = draft(streams[:-1], ids[1:]) if len(ids) > 1 else out["logits"][:0]
+    return {name: t.cpu() for name, t in out.items()}
+
+
+def steps_of(model: Model | Engine, on_layer: OnLayer | None) -> tuple[Step, Draft]:
+    """A new sequence: what puts tokens through the model, and what makes MTP logits of streams and next tokens."""
+    from reference.model import Model
+    from reference.state import SequenceState
+
+    if isinstance(model, Model):
+        state, drafter = SequenceState(), SequenceState()
+        return lambda ids: model.forward([ids], [state], on_layer), lambda x, ids: model.mtp_logits(x, [ids], [drafter])
+    sequence = model.allocator.open()
+    return lambda ids: model.step([ids], [sequence], on_layer), lambda x, ids: model.draft_logits(x, [ids], [sequence])
 
 
 def save(tensors: dict[str, Tensor], path: Path) -> None:
