@@ -1,4 +1,4 @@
-"""Attention of one layer on the pool. Wiring of kernels only. Source: docs/pool.md §6 and §8."""
+"""Attention of one layer on the pool. Wiring of kernels only. Source: docs/pool.md §6 and §11."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One layer on the pool: attention and experts, each inside a mix of the residual streams. Source: docs/pool.md §8."""
+"""One layer on the pool: attention and experts, each inside a mix of the residual streams. Source: docs/pool.md §11."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine: a pool, its owner, and steps of ragged batches through all layers. Source: docs/pool.md §8.
+"""The engine: a pool, its owner, and steps of ragged batches through all layers. Source: docs/pool.md §11.
 
 Bits depend neither on the schedule nor on the batch: a token's logits, and the bytes it leaves in the pool, are the same in
 one step, in chunks, token by token, and beside any other sequences.

@@ -1,6 +1,6 @@
 """Text from the engine: one token at a time, or with drafts of the MTP block, which give the same tokens.
 
-Source: docs/pool.md §8.
+Source: docs/pool.md §11.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Experts of one layer. Wiring of kernels only. Source: docs/pool.md §6 and §8."""
+"""Experts of one layer. Wiring of kernels only. Source: docs/pool.md §6 and §11."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The serial MTP block: what it is fed, and where its logits come from. Source: docs/pool.md §8, docs/model.md §8."""
+"""The serial MTP block: what it is fed, and where its logits come from. Source: docs/pool.md §11, docs/model.md §8."""
 
 from __future__ import annotations
 

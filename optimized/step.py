@@ -1,6 +1,6 @@
 """What all layers of one step share: tokens, places, plans, lists and rotary tables, on the device.
 
-Made once a step on the host; a layer then picks what its kind needs. Source: docs/pool.md §5 and §8.
+Made once a step on the host; a layer then picks what its kind needs. Source: docs/pool.md §5 and §11.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Projections that read the same input become one weight: wq_a over wkv, and in layers with a compressor all its bfloat16
 projections. A model whose packed weights fit into `memory` is kept whole; of a larger one a layer is read when it is
-used, and experts when a token asks for them. Source: docs/checkpoint.md §4, docs/pool.md §8.
+used, and experts when a token asks for them. Source: docs/checkpoint.md §4, docs/pool.md §11.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Who owns what in the pool: blocks from the bottom, slots from the top, sequences that grow, fork, roll back and leave.
 
 What is handed out or given back is filled with NaN bytes, so that nobody computes with what another left behind. An
-operation that does not fit raises PoolFull before it changes anything. Source: docs/pool.md §5.1.
+operation that does not fit raises PoolFull before it changes anything. Source: docs/pool.md §10.
 """
 
 from __future__ import annotations
