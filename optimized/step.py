@@ -49,8 +49,9 @@ class KindPlan:
 class StepPlan:
     """ids int64 [t]; positions, batch_ids, visible (CSA keys) int32 [t]; slots int32 [b], block_table int32 [b, n].
 
-    `bounds` [b+1] cuts the tokens into sequences. `direct`: no token needs a window row that this step overwrites, so
-    rows go straight into the pool; else attention reads them from the step's payload, and they are written afterwards.
+    `columns`: index keys that the farthest token sees, at least 1. `direct`: no token needs a window row that this step
+    overwrites, so rows go straight into the pool; else attention reads them from the step's payload, and they are written
+    afterwards.
     """
 
     ids: Tensor
@@ -59,14 +60,9 @@ class StepPlan:
     visible: Tensor
     slots: Tensor
     block_table: Tensor
-    bounds: list[int]
+    columns: int
     direct: bool
     kinds: dict[Kind, KindPlan]
-
-    @property
-    def columns(self) -> int:
-        """Index keys that the farthest token sees, at least 1."""
-        return max(1, int(self.visible.max()))
 
 
 @dataclass(frozen=True)
@@ -85,8 +81,9 @@ class _Places:
         return self.start + self.extend
 
     @property
-    def bounds(self) -> plans.Ints:
-        return np.concatenate([[0], np.cumsum(self.extend)])
+    def first(self) -> plans.Ints:
+        """Number of each sequence's first token in the step."""
+        return np.cumsum(self.extend) - self.extend
 
 
 def plan_step(
@@ -108,7 +105,7 @@ def plan_step(
         visible=there(seen),
         slots=there(places.slots),
         block_table=there(places.block_table),
-        bounds=places.bounds.tolist(),
+        columns=max(1, int(seen.max())),
         direct=direct,
         kinds={kind: _kind_plan(geometry, kind, places, direct, device) for kind in kinds},
     )
@@ -129,7 +126,7 @@ def _kind_plan(geometry: Geometry, kind: Kind, places: _Places, direct: bool, de
     picks = np.zeros((len(places.positions), config.index_topk), np.int32) if kind == "csa" else None  # filled in later
     indices, indptr = plans.attention_lists(
         geometry, kind, places.positions, places.batch_ids, places.slots, places.block_table, picks,
-        None if direct else (places.bounds[:-1], places.start),
+        None if direct else (places.first, places.start),
     )  # fmt: skip
     rows = geometry.window_index(kind, places.slots.astype(np.int64)[places.batch_ids], places.positions)
     overwritten = places.positions + geometry.ring < places.end[places.batch_ids]

@@ -117,11 +117,12 @@ def test_drafts_are_the_reference_s(one_shot: OneShot) -> None:
 
 
 def test_bits_depend_neither_on_the_schedule_nor_on_company(one_shot: OneShot) -> None:
-    """Chunk, single token, long chunk, verify step. The company stands in front, so that every token has another place in
-    each tile."""
+    """Chunk, single token, long chunk, verify step; in the bf16 build long chunk and verify step. The company stands in
+    front, so that every token has another place in each tile."""
     engine = one_shot.engine
+    cuts = [3, 1, 13, 3] if name_of(engine) == PROFILES[0] else [17, 3]
     sequence, other, parts = engine.allocator.open(), engine.allocator.open(), []
-    for n, part in enumerate(TOKENS.split([3, 1, 13, 3])):
+    for n, part in enumerate(TOKENS.split(cuts)):
         parts.append(engine.step([ids(n + 1, seed=n), part], [other, sequence])[n + 1 :])
     streams = torch.cat(parts)
     assert equal([engine.logits(streams[:7]), engine.logits(streams[7:])], one_shot.logits.split([7, 13]))
@@ -173,3 +174,20 @@ def test_a_step_that_is_refused_changes_nothing(one_shot: OneShot) -> None:
 def test_a_profile_that_no_build_follows_is_refused(name: str) -> None:
     with pytest.raises(BadInput, match="pool-fp8 and pool-bf16"):
         Engine(STORE, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("profile_name", PROFILES)
+def test_bits_stay_across_hca_groups_and_blocks(profile_name: str) -> None:
+    """270 tokens: two HCA groups end, and a second block begins, inside a chunk and at single tokens. Resident weights in
+    one engine, experts one by one in the other."""
+    tokens, left, logits = ids(270), [], []
+    for memory, cuts in ((1 << 30, [270]), (1, [125, 1, 1, 1, 1, 124, 3, 1, 1, 1, 11])):
+        engine = Engine(STORE, profile_name, blocks=2, slots=1, lookahead=LOOKAHEAD, memory=memory)
+        assert engine.weights.resident == (memory > 1)
+        sequence = engine.allocator.open()
+        x = torch.cat([engine.step([part], [sequence]) for part in tokens.split(cuts)])
+        logits.append(engine.logits(x))
+        left.append(left_behind(engine, sequence))
+    assert logits[0].isfinite().all()
+    assert equal([logits[0]], [logits[1]]) and equal(*left)
