@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from optimized.kernels.decode_attention import decode_attention, tiles_for_heads
-from optimized.kernels.gemm_bf16 import gemm_bf16, grouped_gemm
+from optimized.kernels.gemm_bf16 import BLOCK, gemm_bf16, grouped_gemm
+from optimized.kernels.gemm_bf16 import tiles_for_width as product_tiles
 from optimized.kernels.launch import INTERPRETER
 from optimized.kernels.prefill_attention import prefill_attention
 from optimized.kernels.qk_norm_rope import payload_like, qk_norm_rope
@@ -24,13 +25,13 @@ from reference.linear import Linear
 
 from .budget import spans
 from .budget.bounded import Bounded, exact
-from .candidates import back, compressor_of, picks, there
+from .candidates import back, compressor_of, picks, tall, there
 from .judge import Bytes, Codes, Dense, Places, Stored
 from .step import Step
 from .twins import ROW_BLOCK, Expectation, Expectations, StoredOutputs, layout_bytes, product, untouched, visible_rows
 
 ATTENTION_ROWS = 32  # rows a step: lists here are short, and a tile costs the interpreter what it holds
-EVERY = 7  # tokens judged by attention where a step has many
+EVERY = 16  # tokens judged by attention where a step has many
 
 
 def _turn(step: Step, tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -123,11 +124,11 @@ def window_expected(step: Step, op: str, stored: StoredOutputs) -> Expectations:
 
 
 def attending(step: Step) -> Tensor:
-    """Tokens whose attention is judged: all in steps of a few tokens; else of each sequence the first, the last two, and
+    """Tokens whose attention is judged: all in steps of a few tokens; else of each sequence the first and the last, and
     every `EVERY`-th."""
     if step.direct:
         return torch.arange(len(step.batch.ids))
-    chosen = [torch.tensor([s.start, max(s.start, s.stop - 2), s.stop - 1]) for s in step.batch.sequences()]
+    chosen = [torch.tensor([s.start, s.stop - 1]) for s in step.batch.sequences()]
     return torch.cat([*chosen, torch.arange(0, len(step.batch.ids), EVERY)]).unique()
 
 
@@ -178,7 +179,10 @@ def group_output(step: Step, op: str) -> dict[str, Stored]:
     linear = step.linear(op)
     assert linear.scale is not None
     weight = linear.weight.view(torch.uint8), linear.scale.view(torch.uint8)
-    return {op: grouped_gemm(*there(_groups(step).to(torch.bfloat16), *weight)).cpu()}
+    o = _groups(step).to(torch.bfloat16)
+    tiles = tall(product_tiles(linear.out_features // o.shape[1], BLOCK), len(o), linear.out_features // o.shape[1])
+    o, codes, scales = there(o, *weight)
+    return {op: grouped_gemm(o, codes, scales, tiles=tiles).cpu()}
 
 
 def group_expected(step: Step, op: str, stored: StoredOutputs) -> Expectations:
@@ -203,7 +207,10 @@ def projected(step: Step, op: str) -> dict[str, Stored]:
     """One product with all of them side by side; float32."""
     linears = _from_input(step, op)
     weight = torch.cat([linear.weight for linear in linears.values()])
-    y = gemm_bf16(*there(step.capture["attn_norm"].to(torch.bfloat16), weight)).cpu()
+    x = step.capture["attn_norm"].to(torch.bfloat16)
+    tiles = tall(product_tiles(len(weight), step=512), len(x), min(len(weight), 2048))
+    x, weight = there(x, weight)
+    y = gemm_bf16(x, weight, tiles=tiles).cpu()
     return dict(zip(linears, y.split([linear.out_features for linear in linears.values()], 1), strict=True))
 
 

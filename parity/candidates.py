@@ -5,14 +5,18 @@ Each function takes a step and returns what the kernel stored, by output name. S
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import TypeVar
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from optimized.kernels.compress import compress
 from optimized.kernels.gemm_fp8 import gemm_fp8
-from optimized.kernels.launch import INTERPRETER
+from optimized.kernels.launch import INTERPRETER, power_of_two
 from optimized.kernels.quantize import quantize_activation
+from optimized.kernels.quantize import tiles_for_width as quantiser_tiles
 from optimized.kernels.state_write import write_state
 from optimized.pool import plans
 from optimized.pool.geometry import BLOCK_TOKENS, pooled_tokens
@@ -25,6 +29,7 @@ from .judge import Stored
 from .pour import PouredPool, rings
 from .step import Step
 
+T = TypeVar("T")
 DEVICE = "cpu" if INTERPRETER else "cuda"  # where the kernels of this process run
 ACTIVATION_BLOCK = 128
 # Where the input of each FP8 linear comes from: the tap of the payload that its quantiser reads.
@@ -36,10 +41,21 @@ SOURCE = {
     "attn.wo_b": "attn.wo_a",
     "ffn.shared_experts.w1": "ffn_norm",
     "ffn.shared_experts.w3": "ffn_norm",
-    "ffn.shared_experts.w2": "ffn.shared_experts.h",
     "e_proj": "enorm",
     "h_proj": "hnorm",
 }
+
+
+MOST = 512  # rows of a tile; an interpreter pays by the program, not by the row
+
+
+def tall(tiles: T, rows: int, width: int, *names: str) -> T | None:
+    """These tiles in an interpreter, with the fields `names` as large as a step of so many rows asks for, given that a tile
+    is `width` wide; None, for the kernel's own, on a GPU."""
+    if not INTERPRETER:
+        return None
+    height = max(16, min(MOST, power_of_two(max(rows, 1)), (1 << 19) // power_of_two(width)))
+    return replace(tiles, **dict.fromkeys(names or ("ROWS",), height))  # type: ignore[type-var]
 
 
 def there(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -70,7 +86,9 @@ def quantise(step: Step, op: str) -> dict[str, Stored]:
     linear = op.removesuffix(".input")
     source = SOURCE[linear]
     if source not in step.quantised:
-        codes, scales = quantize_activation(*there(payload(step, linear).to(torch.bfloat16)))
+        x = payload(step, linear).to(torch.bfloat16)
+        tiles = tall(quantiser_tiles(x.shape[1]), len(x), x.shape[1])
+        codes, scales = quantize_activation(*there(x), tiles=tiles)
         step.quantised[source] = codes.cpu(), scales.cpu()
     return {op: step.quantised[source]}
 

@@ -10,7 +10,7 @@ import fnmatch
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from . import attend, candidates, indexing, residual, twins
+from . import attend, candidates, experts, indexing, residual, twins
 from .budget.bounded import ACCUMULATE
 from .cases import PHASES
 from .judge import Stored
@@ -53,16 +53,11 @@ class Op:
 
 def _linear(name: str, kinds: tuple[str, ...] = ALL) -> list[Op]:
     """An FP8 linear: its quantiser and its product."""
-    source = candidates.SOURCE[name]
-    product = Op(name, kinds, (f"{name}.input",), (name,), candidates.gemm, twins.gemm,
-                 bound="min(k, λ·sqrt(k))·u·Σ|x·w|, k = input width; products of codes are exact")  # fmt: skip
-    if name == "ffn.shared_experts.w2":
-        reason = "SwiGLU goes to codes without a stored step in this build, and that kernel does not exist yet"
-        return [Op(f"{name}.input", kinds, (source,), (f"{name}.input",), reason=reason), product]
     return [
-        Op(f"{name}.input", kinds, (source,), (f"{name}.input",), candidates.quantise, twins.quantise,
+        Op(f"{name}.input", kinds, (candidates.SOURCE[name],), (f"{name}.input",), candidates.quantise, twins.quantise,
            bound="0: the payload is exact, so are amax, scale and quotient"),
-        product,
+        Op(name, kinds, (f"{name}.input",), (name,), candidates.gemm, twins.gemm,
+           bound="min(k, λ·sqrt(k))·u·Σ|x·w|, k = input width; products of codes are exact"),
     ]  # fmt: skip
 
 
@@ -90,13 +85,6 @@ def _spread(part: str, output: str) -> Op:
 def _projection(name: str, kinds: tuple[str, ...]) -> Op:
     return Op(name, kinds, ("attn_norm",), (name,), attend.projected, attend.projection_expected,
               bound="min(k, λ·sqrt(k))·u·Σ|x·w|, k = hidden size; float32 output")  # fmt: skip
-
-
-def _experts(part: str, source: str) -> list[Op]:
-    name = f"ffn.experts.{part}"
-    same = "same quantiser as ffn.shared_experts.w1.input; the gather by expert has no kernel yet"
-    return [_missing(f"{name}.input", ALL, source, NO_KERNEL if part == "w2" else same),
-            _missing(name, ALL, f"{name}.input", "no FP4 kernel yet")]  # fmt: skip
 
 
 def _state(name: str, kinds: tuple[str, ...]) -> Op:
@@ -156,15 +144,27 @@ OPS: tuple[Op, ...] = (
     _spread("hc_attn", "attn.wo_b"),
     _mix("hc_ffn", "hc_attn.streams"),
     _norm("ffn_norm", ALL, "hc_ffn.u"),
-    _missing("ffn.gate.scores", ALL, "ffn_norm"),
-    _missing("ffn.gate.experts", ALL, "ffn.gate.scores", outputs="ffn.gate.experts ffn.gate.weights"),
-    *_experts("w1", "ffn_norm"),
-    *_experts("w3", "ffn_norm"),
-    *_experts("w2", "ffn.experts.h"),
+    Op("ffn.gate.scores", ALL, ("ffn_norm",), ("ffn.gate.scores",), experts.scores, experts.scores_expected,
+       bound="dot product through softplus and root: half its relative error and a few function units"),
+    Op("ffn.gate.experts", ALL, ("ffn_norm", "ffn.gate.scores"), ("ffn.gate.experts", "ffn.gate.weights"),
+       experts.choice, experts.choice_expected,
+       bound="0 by its own scores; by the twin's, a gap within both bounds; weights k + 6 roundings"),
+    Op("ffn.experts.h", ALL, ("ffn_norm", "ffn.gate.experts", "ffn.gate.weights"),
+       (*(f"ffn.experts.{x}" for x in ("w1.input", "w1", "w3.input", "w3", "h", "w2.input")),),
+       experts.gate_up, experts.gate_up_expected,
+       bound="products, each to bfloat16, SwiGLU and weight composed; a code or scale may differ within it of an edge"),
+    Op("ffn.experts.w2", ALL, ("ffn_norm", "ffn.gate.experts", "ffn.gate.weights"), ("ffn.experts.w2",),
+       experts.down, experts.down_expected, bound="min(k, λ·sqrt(k))·u·Σ|x·w|; products of codes are exact; float32 output"),
     *_linear("ffn.shared_experts.w1"),
     *_linear("ffn.shared_experts.w3"),
-    *_linear("ffn.shared_experts.w2"),
-    _missing("ffn.out", ALL, "ffn.experts.w2 ffn.shared_experts.w2 ffn.gate.weights"),
+    Op("ffn.shared_experts.w2.input", ALL, ("ffn.shared_experts.w1", "ffn.shared_experts.w3"), ("ffn.shared_experts.h",),
+       experts.shared_codes, experts.shared_expected,
+       bound="SwiGLU; a code or scale may differ within it of an edge"),
+    Op("ffn.shared_experts.w2", ALL, ("ffn.shared_experts.h",), ("ffn.shared_experts.w2", "ffn.shared_experts.w2.input"),
+       experts.shared_down, experts.shared_down_expected,
+       bound="min(k, λ·sqrt(k))·u·Σ|x·w|; products of codes are exact; float32 output"),
+    Op("ffn.out", ALL, ("ffn_norm", "ffn.gate.experts", "ffn.gate.weights", "ffn.shared_experts.w2"), ("ffn.out",),
+       experts.total, experts.total_expected, bound="(k+1)·u·Σ|y|, k = experts a token"),
     _spread("hc_ffn", "ffn.out"),
     Op("hc_head", HEAD, ("hc_ffn.streams",), ("hc_head",), residual.collapsed, residual.collapse_expected,
        bound="projection and rms, sigmoid by its slope, weighted sum"),

@@ -10,7 +10,10 @@ from torch import Tensor
 
 from optimized.kernels.embed import embed
 from optimized.kernels.gemm_bf16 import gemm_bf16
+from optimized.kernels.hyper_connection import Tiles as MixTiles
 from optimized.kernels.hyper_connection import hc_head, hc_post, hc_pre
+from optimized.kernels.hyper_connection import tiles_for_width as mix_tiles
+from optimized.kernels.norm import INTERPRETER as NORM_TILES
 from optimized.kernels.norm import rms_norm, rms_norm_quantize
 from reference import formats
 from reference.hyper_connection import HyperConnection, HyperHead
@@ -18,7 +21,7 @@ from reference.norm import rms_norm as reference_norm
 
 from .budget import mixes, spans
 from .budget.bounded import Bounded, exact
-from .candidates import ACTIVATION_BLOCK, there
+from .candidates import ACTIVATION_BLOCK, tall, there
 from .judge import Codes, Dense, Places, Stored
 from .step import Step
 from .twins import Expectation, Expectations, StoredOutputs, product, token_places
@@ -60,9 +63,10 @@ def _norm(step: Step, op: str) -> tuple[Tensor, Tensor, float]:
 def normed(step: Step, op: str) -> dict[str, Stored]:
     """The norm, and where a linear follows the codes that the same kernel makes."""
     x, weight, eps = _norm(step, op)
+    tiles = tall(NORM_TILES, len(x), x.shape[1])
     if op == "norm":
-        return {op: rms_norm(*there(bf16(x), weight.float()), eps).cpu()}
-    y, codes, scales = rms_norm_quantize(*there(bf16(x), weight.float()), eps)
+        return {op: rms_norm(*there(bf16(x), weight.float()), eps, tiles=tiles).cpu()}
+    y, codes, scales = rms_norm_quantize(*there(bf16(x), weight.float()), eps, tiles=tiles)
     return {op: y.cpu(), f"{op}.codes": (codes.cpu(), scales.cpu())}
 
 
@@ -78,6 +82,11 @@ def norm_expected(step: Step, op: str, stored: StoredOutputs) -> Expectations:
     return out
 
 
+def _tiles(x: Tensor) -> MixTiles | None:
+    """Tiles for streams x [t, s, d]."""
+    return tall(mix_tiles(x.shape[2]), len(x), x.shape[2], "ROWS", "MIX_ROWS")
+
+
 def _mix(step: Step, op: str) -> tuple[str, HyperConnection, Tensor]:
     """`hc_attn` or `hc_ffn`, its weights, and the streams before it."""
     part = op.split(".")[0]
@@ -89,7 +98,7 @@ def mixed(step: Step, op: str) -> dict[str, Stored]:
     """Streams -> a sub-layer's input, and how to spread its output."""
     part, mix, x = _mix(step, op)
     weights = there(bf16(x), mix.fn.float(), mix.base.float(), mix.scale.float())
-    u, post, comb = hc_pre(*weights, mix.iterations, mix.hc_eps, mix.rms_eps)
+    u, post, comb = hc_pre(*weights, mix.iterations, mix.hc_eps, mix.rms_eps, tiles=_tiles(x))
     return {f"{part}.u": u.cpu(), f"{part}.post": post.cpu(), f"{part}.comb": comb.cpu()}
 
 
@@ -127,7 +136,7 @@ def _spread(step: Step, op: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def spread(step: Step, op: str) -> dict[str, Stored]:
     """Sub-layer output and the streams before it -> streams after it."""
     z, x, post, comb = _spread(step, op)
-    return {op: hc_post(*there(bf16(z), bf16(x), post, comb.contiguous())).cpu()}
+    return {op: hc_post(*there(bf16(z), bf16(x), post, comb.contiguous()), tiles=_tiles(x)).cpu()}
 
 
 def spread_expected(step: Step, op: str, stored: StoredOutputs) -> Expectations:
@@ -154,7 +163,7 @@ def collapsed(step: Step, op: str) -> dict[str, Stored]:
     """Streams -> one, the last mix."""
     mix, x = _head_mix(step)
     weights = there(bf16(x), mix.fn.float(), mix.base.float(), mix.scale.float())
-    return {op: hc_head(*weights, mix.hc_eps, mix.rms_eps).cpu()}
+    return {op: hc_head(*weights, mix.hc_eps, mix.rms_eps, tiles=_tiles(x)).cpu()}
 
 
 def collapse_expected(step: Step, op: str, stored: StoredOutputs) -> Expectations:

@@ -10,14 +10,14 @@ Contract (docs/pool.md §9.6)
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import ceil_div, require, tiles_for_mode
+from .launch import ceil_div, power_of_two, require, tiles_for_mode
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def embed(table: Tensor, ids: Tensor, streams: int, tiles: Tiles | None = None) 
     require(table, "table", torch.bfloat16, (None, None))
     require(ids, "ids", torch.int64, (None,))
     tokens, width = ids.shape[0], table.shape[1]
-    tiles = tiles or tiles_for_mode(GPU, INTERPRETER)
+    tiles = tiles or tiles_for_mode(GPU, replace(INTERPRETER, COLS=min(INTERPRETER.COLS, power_of_two(max(width, 1)))))
     out = torch.empty(tokens, streams, width, dtype=torch.bfloat16, device=table.device)
     if out.numel():
         embed_kernel[(ceil_div(tokens, tiles.ROWS), ceil_div(width, tiles.COLS))](

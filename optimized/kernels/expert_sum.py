@@ -9,14 +9,14 @@ Contract (docs/pool.md §9.5)
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import ceil_div, require, tiles_for_mode
+from .launch import ceil_div, power_of_two, require, tiles_for_mode
 from .numeric import bf16_rn
 
 
@@ -54,7 +54,7 @@ def sum_experts(y: Tensor, summands: Tensor, shared: Tensor, tiles: Tiles | None
     tokens, width = shared.shape
     require(summands, "summands", torch.int32, (tokens, None), dense=2)
     require(y, "y", torch.float32, (summands.numel(), width))
-    tiles = tiles or tiles_for_mode(GPU, INTERPRETER)
+    tiles = tiles or tiles_for_mode(GPU, replace(INTERPRETER, COLS=min(INTERPRETER.COLS, power_of_two(max(width, 1)))))
     out = torch.empty(tokens, width, dtype=torch.bfloat16, device=shared.device)
     if out.numel():
         sum_kernel[(ceil_div(tokens, tiles.ROWS), ceil_div(width, tiles.COLS))](

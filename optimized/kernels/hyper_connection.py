@@ -15,7 +15,7 @@ rounded, so that it gives the bits of `hc_post` followed by `hc_pre`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -207,20 +207,28 @@ def head_kernel(
     collapse(x, weight + hc_eps, u, t, T, D, x_stride, STREAMS, COLS)
 
 
+def tiles_for_width(width: int) -> Tiles:
+    """Tiles of this mode for streams of this many channels: an interpreter pays for lanes past the end."""
+    lanes = max(power_of_two(max(width, 1)), 16)
+    step, cols = min(INTERPRETER.STEP, lanes), min(INTERPRETER.COLS, lanes)
+    rows = min(128, INTERPRETER.MIX_ROWS * INTERPRETER.COLS // cols)
+    return tiles_for_mode(GPU, replace(INTERPRETER, STEP=step, COLS=cols, MIX_ROWS=rows))
+
+
 def hc_pre(
     x: Tensor, fn: Tensor, base: Tensor, scale: Tensor, iterations: int, hc_eps: float, rms_eps: float,
     tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Streams [t, s, d] -> the sub-layer's input u [t, d], and post [t, s], comb [t, s, s] for afterwards. Raises
     ValueError."""
-    tiles = tiles or tiles_for_mode(GPU, INTERPRETER)
+    tiles = tiles or tiles_for_width(x.shape[2])
     mixes = _check(x, fn, base, scale, 3)
     return _mix(x, _project(x, fn, mixes, tiles), base, scale, iterations, hc_eps, rms_eps, tiles)
 
 
 def hc_post(z: Tensor, x: Tensor, post: Tensor, comb: Tensor, tiles: Tiles | None = None) -> Tensor:
     """Sub-layer output [t, d] and the streams it came from [t, s, d] -> the streams after it. Raises ValueError."""
-    tiles = tiles or tiles_for_mode(GPU, INTERPRETER)
+    tiles = tiles or tiles_for_width(x.shape[2])
     _check_post(z, x, post, comb)
     tokens, streams, width = x.shape
     out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
@@ -238,7 +246,7 @@ def hc_post_pre(
     tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`hc_post`, then `hc_pre` of the next sub-layer over the result: its streams, u, post and comb. Raises ValueError."""
-    tiles = tiles or tiles_for_mode(GPU, INTERPRETER)
+    tiles = tiles or tiles_for_width(x.shape[2])
     mixes = _check(x, fn, base, scale, 3)
     _check_post(z, x, post, comb)
     tokens, streams, width = x.shape
@@ -257,7 +265,7 @@ def hc_head(
     x: Tensor, fn: Tensor, base: Tensor, scale: Tensor, hc_eps: float, rms_eps: float, tiles: Tiles | None = None
 ) -> Tensor:
     """Streams [t, s, d] -> bfloat16 [t, d], the last mix of the model. Raises ValueError."""
-    tiles = tiles or tiles_for_mode(GPU, INTERPRETER)
+    tiles = tiles or tiles_for_width(x.shape[2])
     mixes = _check(x, fn, base, scale, 1)
     tokens, streams, width = x.shape
     u = torch.empty(tokens, width, dtype=torch.bfloat16, device=x.device)

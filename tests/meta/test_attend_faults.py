@@ -107,7 +107,7 @@ def test_faults_inside_the_grouped_product(tmp_path, monkeypatch, edit):
 
 def test_compressor_projections_that_went_through_bfloat16(monkeypatch):
     honest = attend.gemm_bf16
-    monkeypatch.setattr(attend, "gemm_bf16", lambda x, w: honest(x, w).bfloat16().float())
+    monkeypatch.setattr(attend, "gemm_bf16", lambda x, w, **more: honest(x, w, **more).bfloat16().float())
     only(run(CSA, *NAMES, *INDEX), "attn.compressor.values", *INDEX)
 
 

@@ -44,7 +44,7 @@ def test_faults_inside_the_mix(tmp_path, monkeypatch, edit, outputs):
 
 def test_streams_spread_by_the_transposed_matrix(monkeypatch):
     honest = residual.hc_post
-    monkeypatch.setattr(residual, "hc_post", lambda z, x, post, comb: honest(z, x, post, comb.mT.contiguous()))
+    monkeypatch.setattr(residual, "hc_post", lambda z, x, post, comb, **more: honest(z, x, post, comb.mT.contiguous(), **more))
     for v in only(run(CSA, *AROUND), "hc_attn.streams", "hc_ffn.streams"):
         assert {"token", "stream", "channel"} <= set(v.worst)
 
@@ -58,8 +58,8 @@ def test_a_norm_whose_weight_is_an_offset_from_one(tmp_path, monkeypatch):
 def test_codes_of_a_fused_norm_that_are_not_those_of_its_output(monkeypatch):
     honest = residual.rms_norm_quantize
 
-    def stale(x, weight, eps):
-        y, codes, scales = honest(x, weight, eps)
+    def stale(*args, **more):
+        y, codes, scales = honest(*args, **more)
         codes[1, 70] ^= 1
         return y, codes, scales
 
@@ -83,7 +83,7 @@ def test_a_row_of_logits_from_another_token(monkeypatch):
 
 
 def test_a_kernel_that_raises_is_a_failed_verdict_of_its_op(monkeypatch):
-    def broken(*args):
+    def broken(*args, **more):
         raise RuntimeError("no such tile\nand more")
 
     monkeypatch.setattr(residual, "hc_post", broken)
@@ -93,7 +93,7 @@ def test_a_kernel_that_raises_is_a_failed_verdict_of_its_op(monkeypatch):
 
 def test_an_output_of_another_shape_is_a_failed_verdict_of_its_op(monkeypatch):
     honest = residual.rms_norm_quantize
-    monkeypatch.setattr(residual, "rms_norm_quantize", lambda x, w, eps: honest(x[1:], w, eps))
+    monkeypatch.setattr(residual, "rms_norm_quantize", lambda x, *rest, **more: honest(x[1:], *rest, **more))
     for v in only(run(CSA, "attn_norm"), "attn_norm"):
         assert "shape" in str(v.worst["error"])
 
