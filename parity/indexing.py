@@ -19,6 +19,7 @@ from optimized.rope import rope_table
 from reference import formats
 from reference.indexer import Indexer, select_topk
 
+from .attend import attending
 from .budget import codes, spans
 from .budget.bounded import Bounded, exact
 from .candidates import compressor_of, picks, projections, step_plan, there
@@ -103,9 +104,9 @@ def visible(step: Step) -> Tensor:
 
 
 def _tables(step: Step) -> dict[str, Tensor]:
-    """Tokens of each table of scores, by the suffix of its name."""
-    seen = visible(step)
-    parts = {"": (seen <= FAR).nonzero().flatten(), ".far": (seen > FAR).nonzero().flatten()}
+    """Tokens of each table of scores, by the suffix of its name: those whose attention is judged too."""
+    seen, some = visible(step), attending(step)
+    parts = {"": some[seen[some] <= FAR], ".far": some[seen[some] > FAR]}
     return {suffix: tokens for suffix, tokens in parts.items() if len(tokens) and int(seen[tokens].max())}
 
 
