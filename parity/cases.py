@@ -25,7 +25,7 @@ from reference.state import CompressorState, LayerState
 PHASES = ("prefill", "decode", "verify", "chunk")
 MAX_DRAFT = 3  # tokens that a verify step has beyond the first
 BLOCK = 256  # tokens of a pool block
-CHUNKS = (9, 1, 6, 130, *(4, 2, 12, 3, 9, 1, 6, 17) * 3)  # in turn; 130 once, over more than a window or an HCA group
+CHUNKS = (9, 1, 6, 4, 2, 12, 3, 5)  # in turn
 PROMPT = 64  # edges below it are reached by a prompt, those beyond by pouring
 FAR = 65_535
 
@@ -52,9 +52,11 @@ class Plan:
 
 
 def edges(config: Config) -> list[int]:
-    """Lengths at which something happens: groups, window, pool blocks, and the end of lossless selection."""
-    marks = {4, 8, 128, BLOCK, config.sliding_window, 4 * config.index_topk, 4 * config.index_topk + 4}
-    return sorted({n + d for n in marks for d in (-1, 0, 1)})
+    """Lengths at which something happens: around groups and pool blocks, where the window and the overlap are first full,
+    and at the end of lossless selection."""
+    around = {n + d for n in (4, 128, BLOCK) for d in (-1, 0, 1)}
+    lossy = 4 * config.index_topk + 4  # this many tokens make one row more than top-k
+    return sorted(around | {8, config.sliding_window, config.sliding_window + 1, lossy - 1, lossy})
 
 
 def default_lengths(config: Config) -> list[int]:
@@ -65,6 +67,11 @@ def default_lengths(config: Config) -> list[int]:
 def default_starts(config: Config) -> list[int]:
     """Positions without a prompt: every edge that is not near, and one far out."""
     return [*(n for n in edges(config) if n >= PROMPT), FAR]
+
+
+def default_chunks(config: Config) -> list[int]:
+    """Chunks in turn, one of them longer than the window."""
+    return [*CHUNKS[:3], config.sliding_window + 2, *CHUNKS * 3]
 
 
 def plan(lengths: Sequence[int], starts: Sequence[int], judged: Sequence[str], chunks: Sequence[int] = CHUNKS) -> Plan:

@@ -6,7 +6,7 @@ Source: docs/judge.md §8.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -32,6 +32,9 @@ from .taps import Capture
 EXPERT_MEMORY = 1 << 28  # bytes of experts kept within a layer
 
 
+Judges = Callable[[ops.Op, str], bool]
+
+
 @dataclass(frozen=True)
 class Setting:
     """What is the same for all layers of a run."""
@@ -42,6 +45,7 @@ class Setting:
     ops: Sequence[ops.Op]
     how: Arithmetic
     seed: int
+    judges: Judges = lambda op, phase: True  # which ops in which phase
 
     @property
     def config(self) -> Config:
@@ -129,7 +133,7 @@ class Flow:
             step = work.run(phase, streams, out)
             self.drift.append(_drift(layer, phase, out))
             if phase in setting.plan.judged:
-                for result in judge_step(step, setting.ops):
+                for result in judge_step(step, [op for op in setting.ops if setting.judges(op, phase)]):
                     self.judged.append(result)
                     yield result
         if self.streams:

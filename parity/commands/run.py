@@ -92,7 +92,7 @@ def build_request(args: argparse.Namespace, config: Config) -> Request:
         raise ValueError(f"no phase {unknown[0]!r}; phases are {', '.join(cases.PHASES)}")
     lengths = cases.default_lengths(config) if args.lengths is None else numbers(args.lengths, "length")
     starts = cases.default_starts(config) if args.start_pos is None else numbers(args.start_pos, "start position")
-    plan = cases.plan(lengths, starts, phases)
+    plan = cases.plan(lengths, starts, phases, cases.default_chunks(config))
     if not plan.sequences:
         raise ValueError("no lengths and no start positions: nothing to run")
     last = max(s.start + sum(s.tokens.values()) for s in plan.sequences)
