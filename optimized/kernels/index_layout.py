@@ -12,7 +12,7 @@ from .numeric import e8m0_up
 from .row_tiles import encode_e2m1, encode_e4m3
 
 PAGE_ROWS = 64
-ORDERS = {"natural": 0, "preshuffled": 1, "flydsl": 2, "opus": 3}  # ORDER of the kernels
+ORDERS = {"natural": 0, "preshuffled": 1, "flydsl": 2, "opus": 3, "page8": 4}  # ORDER of the kernels
 
 
 @triton.jit
@@ -22,6 +22,8 @@ def key_at(r, j, BYTES: tl.constexpr, ORDER: tl.constexpr):
         at = r * BYTES + j
     elif ORDER == 1:
         at = r // 16 * (16 * BYTES) + j // 16 * 256 + r % 16 * 16 + j % 16
+    elif ORDER == 4:
+        at = r // 8 * (8 * BYTES) + r % 4 * (2 * BYTES) + j // 16 * 32 + r % 8 // 4 * 16 + j % 16
     else:
         at = j // 16 * 1024 + r * 16 + j % 16
     return at
@@ -34,6 +36,8 @@ def scale_at(r, g, SCALES: tl.constexpr, ORDER: tl.constexpr):
         at = g * 64 + r % 16 * 4 + r // 16
     elif ORDER == 3:
         at = g % 2 * 128 + r % 32 * 4 + g // 2 * 2 + r // 32
+    elif ORDER == 4:
+        at = r // 8 * (8 * SCALES) + g * 8 + r % 8
     else:
         at = r * SCALES + g
     return at
@@ -59,7 +63,7 @@ def require_pages(keys: Tensor, scales: Tensor, order: str, width: int) -> bool:
     require(keys, "keys", torch.uint8, (None, PAGE_ROWS * (width // 2 if fp4 else width)))
     scales_of_page = PAGE_ROWS * (width // 32 if fp4 else 1)
     require(scales, "scales", torch.uint8 if fp4 else torch.float32, (keys.shape[0], scales_of_page))
-    if order not in (("natural", "flydsl", "opus") if fp4 else ("natural", "preshuffled")):
+    if order not in (("natural", "flydsl", "opus", "page8") if fp4 else ("natural", "preshuffled")):
         raise ValueError(f"no {order} order of {'FP4' if fp4 else 'FP8'} keys")
     if width & (width - 1) or not 64 <= width <= 128 or (order == "opus" and width != 128):
         raise ValueError(f"no index keys of {width} channels in {order} order: powers of two from 64 to 128, OPUS 128")

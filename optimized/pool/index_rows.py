@@ -16,7 +16,7 @@ from torch import Tensor
 from reference import formats
 
 Form = Literal["fp4", "fp8"]
-Order = Literal["natural", "preshuffled", "flydsl", "opus"]
+Order = Literal["natural", "preshuffled", "flydsl", "opus", "page8"]
 PAGE_ROWS = 64
 GROUP = {"fp4": 32, "fp8": 128}  # channels a scale
 
@@ -37,6 +37,7 @@ LAYOUTS = {
     "fp4_split": Layout("fp4", "natural", joined=True),
     "fp4_flydsl": Layout("fp4", "flydsl", joined=False),
     "fp4_opus": Layout("fp4", "opus", joined=False),
+    "fp4_page8": Layout("fp4", "page8", joined=False),
 }
 
 
@@ -51,13 +52,16 @@ def scale_count(form: Form, width: int) -> int:
 
 
 def key_order(layout: Layout, width: int) -> Tensor:
-    """int64 [64, key_bytes]: place of byte j of row r in the page's key region. Tiles of 16 bytes by 16 rows, or by 64."""
+    """int64 [64, key_bytes]: place of byte j of row r in the page's key region. Tiles of 16 bytes by 16 rows, by 64,
+    or by 2 rows that stand 4 apart."""
     n = key_bytes(layout.form, width)
     r, j = torch.arange(PAGE_ROWS)[:, None], torch.arange(n)[None, :]
     if layout.order == "natural":
         return r * n + j
     if layout.order == "preshuffled":
         return r // 16 * (16 * n) + j // 16 * 256 + r % 16 * 16 + j % 16
+    if layout.order == "page8":
+        return r // 8 * (8 * n) + r % 4 * (2 * n) + j // 16 * 32 + r % 8 // 4 * 16 + j % 16
     return j // 16 * (16 * PAGE_ROWS) + r * 16 + j % 16
 
 
@@ -71,6 +75,8 @@ def scale_order(layout: Layout, width: int) -> Tensor:
         if n != 4:
             raise ValueError(f"the OPUS layout has 4 scales a key, not {n}")
         return g % 2 * 128 + r % 32 * 4 + g // 2 * 2 + r // 32
+    if layout.order == "page8":
+        return r // 8 * (8 * n) + g * 8 + r % 8
     return r * n + g
 
 
