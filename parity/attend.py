@@ -18,17 +18,17 @@ from optimized.kernels.launch import INTERPRETER
 from optimized.kernels.prefill_attention import prefill_attention
 from optimized.kernels.qk_norm_rope import payload_like, qk_norm_rope
 from optimized.kernels.window_write import last_writes, write_window
-from optimized.pool import plans, rows
+from optimized.pool import plans
 from optimized.rope import rope_table
-from reference import formats
 from reference.linear import Linear
 
+from . import row_forms
 from .budget import spans
 from .budget.bounded import Bounded, exact
-from .candidates import back, compressor_of, picks, tall, there
-from .judge import Bytes, Codes, Dense, Places, Stored
+from .candidates import DEVICE, back, compressor_of, picks, tall, there
+from .judge import Bytes, Dense, Places, Stored
 from .step import Step
-from .twins import ROW_BLOCK, Expectation, Expectations, StoredOutputs, layout_bytes, product, untouched, visible_rows
+from .twins import Expectation, Expectations, StoredOutputs, product, rows_expected, untouched, visible_rows
 
 ATTENTION_ROWS = 32  # rows a step: lists here are short, and a tile costs the interpreter what it holds
 EVERY = 16  # tokens judged by attention where a step has many
@@ -73,10 +73,9 @@ def window_places(step: Step) -> Tensor:
 def window_rows(step: Step, op: str) -> dict[str, Stored]:
     """Rows straight into the rings, or into a payload first and then into the rings, as the engine does it in this step."""
     q, kv = _projections(step)
-    work = step.pool_before.copy(there(kv)[0].device.type)
+    work = step.pool_before.copy(DEVICE)
     q, kv, weight, cos, sin = there(q[:, :1], kv, step.block.attn.kv_norm.float(), *_turn(step))
-    places, planes, eps = window_places(step), work.pool.layer_rows(work.layer), step.block.attn.eps
-    out: dict[str, Stored] = {}
+    places, planes, eps = window_places(step), work.rows(), step.block.attn.eps
     if step.direct:
         qk_norm_rope(q, kv, weight, eps, cos, sin, *planes, *there(places.clone()))
         written = places
@@ -86,17 +85,15 @@ def window_rows(step: Step, op: str) -> dict[str, Stored]:
         ends = torch.tensor(step.ends)[step.places.labels["sequence"]]
         written = last_writes(places, step.batch.positions, ends, work.geometry.ring)
         write_window(*payload, *planes, *there(written.clone()))
-    poured = back(work)
-    nope, rotated = (plane[places] for plane in poured.pool.layer_rows(poured.layer))
-    if not step.direct:
-        ring = (written >= 0).nonzero().flatten()
-        out |= {"ring.nope": nope[ring], "ring.rope": rotated[ring].view(torch.uint8)}
-        nope, rotated = (x.cpu() for x in payload if x is not None)
+    poured, kept = back(work), written >= 0
+    landed = row_forms.outputs(row_forms.take(poured.rows(), written[kept]))
     changed = poured.difference(step.pool_before)
     for plane in changed.pool.layer_rows(poured.layer):
-        plane[written[written >= 0]] = 0
-    codes, scales = rows.unpack_2buff(nope)
-    return {"nope": (codes, scales), "layout": nope[:, codes.shape[1] :], "rope": rotated, **out, **changed.planes()}
+        plane[written[kept]] = 0
+    if step.direct:
+        return {**landed, **changed.planes()}
+    ring = {f"ring.{name}": stored for name, stored in row_forms.row_bytes(landed).items()}
+    return {**row_forms.outputs(row_forms.to(payload, "cpu")), **ring, **changed.planes()}
 
 
 def window_expected(step: Step, op: str, stored: StoredOutputs) -> Expectations:
@@ -104,22 +101,14 @@ def window_expected(step: Step, op: str, stored: StoredOutputs) -> Expectations:
     attn = step.block.attn
     normed = spans.rms_norm(exact(_projections(step)[1]), attn.kv_norm, attn.eps, step.how)
     cos, sin = (x.double() for x in _turn(step))
-    nope, rotated = spans.rotate(normed, cos, sin, step.how).split_last(attn.rope.dim)
-    out = {
-        "nope": Expectation(Codes(nope, ROW_BLOCK, formats.E4M3_AMAX_FLOOR, "td"), step.places),
-        "rope": Expectation(Dense(rotated, "bf16", "td"), step.places),
-        "layout": Expectation(Bytes(layout_bytes(stored["nope"], stored["layout"]), "td"), step.places),
-        **untouched(stored),
-    }
+    row = spans.rotate(normed, cos, sin, step.how)
+    out = {**rows_expected(row, step, stored, "td", step.places), **untouched(stored)}
     if not step.direct:
         end = torch.tensor(step.ends)[step.places.labels["sequence"]]
         kept = (step.batch.positions >= end - step.pool_before.geometry.ring).nonzero().flatten()
-        codes, layout, turned = stored["nope"], stored["layout"], stored["rope"]
-        assert isinstance(codes, tuple) and isinstance(layout, Tensor) and isinstance(turned, Tensor)
         places = Places({name: values[kept] for name, values in step.places.labels.items()})
-        whole = torch.cat([codes[0], layout], 1)[kept]
-        out["ring.nope"] = Expectation(Bytes(whole, "td"), places)
-        out["ring.rope"] = Expectation(Bytes(turned[kept].contiguous().view(torch.uint8), "td"), places)
+        for name, whole in row_forms.row_bytes(stored).items():
+            out[f"ring.{name}"] = Expectation(Bytes(whole[kept], "td"), places)
     return out
 
 
@@ -135,7 +124,7 @@ def attending(step: Step) -> Tensor:
 def attention(step: Step, op: str) -> dict[str, Stored]:
     """Sparse attention over the pool's rows, and of a long step over its payload, by the lists that the host makes."""
     before = step.pool_to_attend if step.direct else step.pool_to_extend
-    work, attn, tokens = before.copy(there(step.batch.ids)[0].device.type), step.block.attn, attending(step)
+    work, attn, tokens = before.copy(DEVICE), step.block.attn, attending(step)
     chosen = picks(step)
     own = (np.array(step.batch.bounds[:-1]), np.array(step.starts))
     lists = plans.attention_lists(
@@ -146,11 +135,11 @@ def attention(step: Step, op: str) -> dict[str, Stored]:
     q = step.capture["attn.q"][tokens].to(torch.bfloat16)
     q, indices, indptr, sink, cos, sin = there(q, *map(torch.from_numpy, lists), attn.sink.float(), *_turn(step, tokens))
     tiles = replace(tiles_for_heads(attn.n_heads), ROWS=ATTENTION_ROWS) if INTERPRETER else None
-    planes, scale = work.pool.layer_rows(work.layer), attn.head_dim**-0.5
+    planes, scale = work.rows(), attn.head_dim**-0.5
     if step.direct:
         out = decode_attention(q, *planes, indices, indptr, sink, cos, sin, scale=scale, tiles=tiles)
     else:
-        payload = there(*rows.encode_2buff(step.capture["attn.kv"].float()))
+        payload = row_forms.to(row_forms.encode(step.capture["attn.kv"], step.form.rows), DEVICE)
         out = prefill_attention(q, *planes, *payload, indices, indptr, sink, cos, sin, scale=scale, tiles=tiles)
     return {"attn.o_rotated": out.cpu(), **back(work).difference(before).planes()}
 

@@ -20,11 +20,11 @@ from optimized.kernels.quantize import tiles_for_width as quantiser_tiles
 from optimized.kernels.state_write import write_state
 from optimized.pool import plans
 from optimized.pool.geometry import BLOCK_TOKENS, pooled_tokens
-from optimized.pool.rows import unpack_2buff
 from optimized.rope import rope_table
 from reference import formats
 from reference.compressor import Compressor
 
+from . import row_forms
 from .judge import Stored
 from .pour import PouredPool, rings
 from .step import Step
@@ -114,9 +114,13 @@ def compressor_of(step: Step, op: str) -> tuple[Compressor, bool]:
 
 
 def projections(step: Step, op: str) -> tuple[Tensor, Tensor]:
-    """What the compressor's two matrices put out for this step's tokens, float32 [t, w], the score without its bias."""
+    """What the compressor's two matrices put out for this step's tokens, float32 [t, w], the score without its bias: the
+    candidate's own where it made them."""
     compressor, indexer = compressor_of(step, op)
     at = "attn.indexer.compressor" if indexer else "attn.compressor"
+    own = [step.stored.get(f"{at}.{part}") for part in ("values", "scores")]
+    if isinstance(own[0], Tensor) and isinstance(own[1], Tensor):
+        return own[0].float(), own[1].float()
     return step.capture[f"{at}.values"].float(), compressor.wgate.apply(step.capture["attn_norm"]).float()
 
 
@@ -135,18 +139,15 @@ def compressed_rows(step: Step, op: str) -> dict[str, Stored]:
     norm = compressor.norm.float()
     compress(
         *there(*projections(step, op)), *rings(work, indexer=False), *there(plan, work.slots, compressor.ape.float(), norm),
-        compressor.eps, *there(cos, sin), *work.pool.layer_rows(work.layer), *there(work.block_table),
+        compressor.eps, *there(cos, sin), *work.rows(), *there(work.block_table),
         ratio=compressor.ratio, envelope=work.geometry.envelope, block_rows=BLOCK_TOKENS // compressor.ratio,
     )  # fmt: skip
     poured = back(work)
     rows = written_rows(poured, plan, compressor.ratio)
-    nope, rotated = (plane[rows] for plane in poured.pool.layer_rows(poured.layer))
     changed = poured.difference(step.pool_before)
     for plane in changed.pool.layer_rows(poured.layer):
         plane[rows] = 0
-    codes, scales = unpack_2buff(nope)
-    layout = nope[:, codes.shape[1] :]
-    return {"nope": (codes, scales), "layout": layout, "rope": rotated, **changed.planes()}
+    return {**row_forms.outputs(row_forms.take(poured.rows(), rows)), **changed.planes()}
 
 
 def written_rows(poured: PouredPool, plan: Tensor, ratio: int) -> Tensor:

@@ -16,17 +16,17 @@ from optimized.kernels.translate import translate
 from optimized.pool.geometry import BLOCK_TOKENS, RATIO
 from optimized.pool.index_rows import PAGE_ROWS
 from optimized.rope import rope_table
-from reference import formats
 from reference.indexer import Indexer, select_topk
 
+from . import row_forms
 from .attend import attending
-from .budget import codes, spans
+from .budget import spans
 from .budget.bounded import Bounded, exact
-from .candidates import compressor_of, picks, projections, step_plan, there
-from .judge import Bytes, Codes, Dense, Places, Selection, Stored
+from .candidates import DEVICE, compressor_of, picks, projections, step_plan, there
+from .judge import Bytes, Dense, Places, Selection, Stored
 from .pour import PouredKeys, rings
 from .step import Step
-from .twins import KEY_BLOCK, Expectation, Expectations, StoredOutputs
+from .twins import Expectation, Expectations, StoredOutputs
 
 FAR = 1024  # visible keys from which on tokens are judged in a table of their own, lest all be as wide
 RATIO_CSA = RATIO["csa"]
@@ -35,11 +35,6 @@ RATIO_CSA = RATIO["csa"]
 def _indexer(step: Step) -> Indexer:
     assert step.block.attn.indexer is not None
     return step.block.attn.indexer
-
-
-def _unpacked(packed: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes, one a byte, with their scales."""
-    return formats.e2m1_unpack(packed.cpu()), scales.cpu()
 
 
 def _query(step: Step) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -53,8 +48,9 @@ def _query(step: Step) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def queries(step: Step, op: str) -> dict[str, Stored]:
-    packed, scales, weights = index_query(*there(*_query(step)), form="fp4")
-    return {op: _unpacked(packed, scales), "attn.indexer.weights": weights.cpu()}
+    form = step.form.keys.form
+    stored, scales, weights = index_query(*there(*_query(step)), form=form)
+    return {op: row_forms.key_codes(stored.cpu(), scales.cpu(), form), "attn.indexer.weights": weights.cpu()}
 
 
 def queries_expected(step: Step, op: str, stored: StoredOutputs) -> Expectations:
@@ -65,7 +61,7 @@ def queries_expected(step: Step, op: str, stored: StoredOutputs) -> Expectations
     scaled = weights.double() * factor
     one_sided = Dense(Bounded(scaled, 2 * step.how.u * scaled.abs()), "f32", "th", fair=False)  # the factor is one number
     return {
-        op: Expectation(Codes(turned, KEY_BLOCK, formats.E2M1_AMAX_FLOOR, "thd", codes.E2M1), step.places),
+        op: Expectation(row_forms.key_expected(turned, step.form.keys.form, "thd"), step.places),
         "attn.indexer.weights": Expectation(one_sided, step.places),
     }
 
@@ -73,7 +69,7 @@ def queries_expected(step: Step, op: str, stored: StoredOutputs) -> Expectations
 def keys(step: Step, op: str) -> dict[str, Stored]:
     """Pool, norm, rotate, quantise and write the key of every group that this step completes."""
     compressor, _ = compressor_of(step, op)
-    plan, pages = step_plan(step, compressor, complete=True), step.keys_before.copy(there(step.batch.ids)[0].device.type)
+    plan, pages = step_plan(step, compressor, complete=True), step.keys_before.copy(DEVICE)
     pool = step.pool_before
     cos, sin = rope_table(step.config, step.layer, plan[:, 2] // RATIO_CSA * RATIO_CSA)
     given = (*projections(step, op), *rings(pool, indexer=True), plan, pool.slots)
@@ -82,15 +78,13 @@ def keys(step: Step, op: str) -> dict[str, Stored]:
         compressor.eps, *there(cos, sin), *pages.pool.pages(pages.layer), *there(pool.block_table),
         order=pages.pool.layout.order,
     )  # fmt: skip
-    after = pages if pages.pool.memory.device.type == "cpu" else pages.copy()
+    after = pages if DEVICE == "cpu" else pages.copy()
     entry = plan[:, 2].long() // RATIO_CSA
     blocks = pool.block_table[plan[:, 1].long(), entry // PAGE_ROWS]
-    places = after.page_bytes(blocks, entry % PAGE_ROWS)
     changed = (after.pool.memory != step.keys_before.pool.memory).view(torch.uint8)
-    packed, scales = (after.pool.memory[place] for place in places)
-    for place in places:
+    for place in after.page_bytes(blocks, entry % PAGE_ROWS):
         changed[place] = 0
-    return {"keys": _unpacked(packed, scales), "pool.index": changed[:, None]}
+    return {"keys": after.read(blocks, entry % PAGE_ROWS), "pool.index": changed[:, None]}
 
 
 def _query_values(step: Step) -> tuple[Tensor, Tensor]:
@@ -103,7 +97,7 @@ def visible(step: Step) -> Tensor:
     return ((step.batch.positions + 1) // RATIO_CSA).int()
 
 
-def _tables(step: Step) -> dict[str, Tensor]:
+def tables(step: Step) -> dict[str, Tensor]:
     """Tokens of each table of scores, by the suffix of its name: those whose attention is judged too."""
     seen, some = visible(step), attending(step)
     parts = {"": some[seen[some] <= FAR], ".far": some[seen[some] > FAR]}
@@ -113,14 +107,13 @@ def _tables(step: Step) -> dict[str, Tensor]:
 def scores(step: Step, op: str) -> dict[str, Stored]:
     """Scores of all visible keys, 0 where a token sees none."""
     q, weights = _query_values(step)
-    q_codes, q_scales = formats.quantize_e2m1(q, KEY_BLOCK)
-    pages: PouredKeys = step.keys_after.copy(there(q)[0].device.type)
+    pages: PouredKeys = step.keys_after.copy(DEVICE)
     seen, sequence = visible(step), step.places.labels["sequence"].int()
     out: dict[str, Stored] = {}
-    for suffix, tokens in _tables(step).items():
+    for suffix, tokens in tables(step).items():
         columns = int(seen[tokens].max())
-        packed = formats.e2m1_pack(q_codes[tokens]).contiguous()
-        given = there(packed, q_scales[tokens].contiguous(), weights[tokens].contiguous())
+        packed, scales = row_forms.quantise_queries(q[tokens], step.form.keys.form)
+        given = there(packed.contiguous(), scales.contiguous(), weights[tokens].contiguous())
         plan = there(step.pool_before.block_table, sequence[tokens], seen[tokens])
         y = index_logits(
             *given, *pages.pool.pages(pages.layer), *plan, columns=columns, order=pages.pool.layout.order
@@ -152,7 +145,7 @@ def _at(step: Step, tokens: Tensor) -> Places:
 def scores_expected(step: Step, op: str, stored: StoredOutputs) -> Expectations:
     return {
         op + suffix: Expectation(Dense(scores_bounded(step, tokens), "f32", "tc"), _at(step, tokens))
-        for suffix, tokens in _tables(step).items()
+        for suffix, tokens in tables(step).items()
     }
 
 
@@ -164,7 +157,7 @@ def _own_scores(step: Step, suffix: str, tokens: Tensor) -> Tensor:
 def chosen(step: Step, op: str) -> dict[str, Stored]:
     """The largest of the candidate's own scores; the same under two names, for two questions."""
     out: dict[str, Stored] = {}
-    for suffix, tokens in _tables(step).items():
+    for suffix, tokens in tables(step).items():
         y = topk(*there(_own_scores(step, suffix, tokens), visible(step)[tokens]), _indexer(step).topk).cpu()
         out |= {op + suffix: y, f"{op}{suffix}.set": y}
     return out
@@ -173,7 +166,7 @@ def chosen(step: Step, op: str) -> dict[str, Stored]:
 def chosen_expected(step: Step, op: str, stored: StoredOutputs) -> Expectations:
     """To the bit by the scores that went in; and by the twin's, where only a gap within both bounds excuses another set."""
     out = {}
-    for suffix, tokens in _tables(step).items():
+    for suffix, tokens in tables(step).items():
         seen, k, places = visible(step)[tokens], _indexer(step).topk, _at(step, tokens)
         best = select_topk(_own_scores(step, suffix, tokens).double(), seen, k).int()
         best = torch.nn.functional.pad(best, (0, k - best.shape[1]), value=-1)

@@ -12,13 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from optimized.pool import rows as codec
+from optimized.engine import FORMS, Form
 from optimized.pool.geometry import BLOCK_TOKENS, RATIO, Geometry
-from optimized.pool.index_rows import LAYOUTS, PAGE_ROWS, encode, key_order, scale_order
+from optimized.pool.index_rows import PAGE_ROWS, Layout, encode, key_order, scale_order
 from optimized.pool.pool import IndexPool, Pool
 from reference.config import Config
 from reference.state import CompressorState, LayerState
 
+from . import row_forms
 from .cases import MAX_DRAFT
 
 NEIGHBOURS = 1  # layers to either side that share the pool: their rows lie between this layer's
@@ -50,7 +51,12 @@ class PouredPool:
 
     def planes(self) -> dict[str, Tensor]:
         """uint8 [rows, bytes] of each plane, under the names they have in verdicts."""
-        return dict(zip(("pool.nope", "pool.rope"), self.pool.planes, strict=True))
+        names = (f"pool.{name}" for name in row_forms.PLANES[self.geometry.build])
+        return dict(zip(names, self.pool.planes, strict=True))
+
+    def rows(self) -> row_forms.Planes:
+        """Rows of the layer, as kernels take them."""
+        return row_forms.planes(self.pool, self.layer)
 
     @property
     def geometry(self) -> Geometry:
@@ -69,11 +75,7 @@ class PouredPool:
 
     def read(self, rows: Tensor) -> Tensor:
         """Rows [n] of the layer as values [n, d] (float64): the bytes as any reader of the format takes them."""
-        planes = self.pool.layer_rows(self.layer)
-        return codec.decode_2buff(planes[0][rows], planes[1][rows]).double()
-
-
-INDEX_LAYOUT = LAYOUTS["fp4_natural"]
+        return row_forms.decode(row_forms.take(self.rows(), rows))
 
 
 @dataclass(frozen=True)
@@ -90,23 +92,30 @@ class PouredKeys:
         return replace(self, pool=pool)
 
     def page_bytes(self, blocks: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Places in the memory, int64 [n, key bytes] and [n, scales], of keys in rows [n] of pages `blocks` [n]."""
+        """Places in the memory, int64 [n, key bytes] and [n, bytes of scales], of keys in rows [n] of pages `blocks` [n]."""
         layout, width = self.pool.layout, self.pool.geometry.config.index_head_dim
         place, ordinal = torch.arange(self.pool.memory.numel()), self.pool.geometry.ordinal(self.layer)
-        planes = self.pool.keys[ordinal], self.pool.scales[ordinal]
+        planes = self.pool.keys[ordinal], self.pool.scales[ordinal].view(torch.uint8)
         keys, scales = (place.as_strided(x.shape, x.stride(), x.storage_offset()) for x in planes)
-        blocks = blocks.long()[:, None]
-        return keys[blocks, key_order(layout, width)[rows]], scales[blocks, scale_order(layout, width)[rows]]
+        blocks, size = blocks.long()[:, None], self.pool.scales.itemsize
+        each = scale_order(layout, width)[rows][:, :, None] * size + torch.arange(size)  # [n, scales, bytes of one]
+        return keys[blocks, key_order(layout, width)[rows]], scales[blocks, each.flatten(1)]
+
+    def read(self, blocks: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes, one a byte, and scale bytes of keys in these places."""
+        keys, scales = (self.pool.memory[place] for place in self.page_bytes(blocks, rows))
+        return row_forms.key_codes(keys, scales.view(self.pool.scales.dtype), self.pool.layout.form)
 
     def write(self, blocks: Tensor, rows: Tensor, values: Tensor) -> None:
         """Quantise keys [n, d] into their places."""
-        for place, bytes_ in zip(self.page_bytes(blocks, rows), encode(values.float(), self.pool.layout.form), strict=True):
-            self.pool.memory[place] = bytes_
+        places = self.page_bytes(blocks, rows)
+        for place, stored in zip(places, encode(values.float(), self.pool.layout.form), strict=True):
+            self.pool.memory[place] = stored.view(torch.uint8)
 
 
-def pour_keys(poured: PouredPool, states: Sequence[LayerState]) -> PouredKeys:
+def pour_keys(poured: PouredPool, states: Sequence[LayerState], layout: Layout) -> PouredKeys:
     """Pages, poisoned first, that hold the finished index keys of each sequence, in the blocks of its rows."""
-    keys = PouredKeys(IndexPool(poured.geometry, poured.blocks, INDEX_LAYOUT), poured.layer, poured.blocks)
+    keys = PouredKeys(IndexPool(poured.geometry, poured.blocks, layout), poured.layer, poured.blocks)
     keys.pool.poison()
     for b, state in enumerate(states):
         if state.indexer is None:  # nothing behind it
@@ -133,11 +142,12 @@ def pour(
     lengths: Sequence[int],
     room: Sequence[int],
     seed: int,
+    form: Form = FORMS["pool-fp8"],
 ) -> PouredPool:
     """A pool holding, for each sequence, raw rows `window` = (position of the first, rows [n, d]) and the compressor
     state and rows of `states`, which has seen `lengths` tokens; with blocks for `room` tokens."""
     small, at = neighbourhood(config, layer)
-    geometry = Geometry(small, lookahead=MAX_DRAFT)
+    geometry = Geometry(small, form.rows, lookahead=MAX_DRAFT)
     poured = _place(geometry, at, room, seed)
     for b, (state, (first, raw)) in enumerate(zip(states, window, strict=True)):
         ring = geometry.ring
@@ -166,9 +176,9 @@ def _place(geometry: Geometry, layer: int, room: Sequence[int], seed: int) -> Po
 
 
 def _write(poured: PouredPool, rows: Tensor, values: Tensor) -> None:
-    nope, rotated = codec.encode_2buff(values.float())
-    planes = poured.pool.layer_rows(poured.layer)
-    planes[0][rows], planes[1][rows] = nope, rotated
+    for plane, stored in zip(poured.rows(), row_forms.encode(values, poured.geometry.build), strict=True):
+        if plane is not None and stored is not None:
+            plane[rows] = stored
 
 
 def rings(poured: PouredPool, indexer: bool) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from optimized.engine import FORMS
 from reference.checkpoint.store import WeightStore
 from reference.config import Config
 from reference.rounding import profile
@@ -20,7 +21,7 @@ from . import candidates, cases, ops, records
 from .flow import Flow, Setting
 from .records import Record
 
-PROFILES = ("pool-fp8",)  # builds that a candidate exists for
+PROFILES = tuple(FORMS)  # builds that a candidate exists for
 ON_GPU = candidates.DEVICE != "cpu"
 ENGINE = f"optimized ({'Triton on a GPU' if ON_GPU else 'Triton interpreter'})"
 

@@ -12,6 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from optimized.engine import FORMS, Form
 from reference.block import Block
 from reference.config import Config, Kind
 from reference.hyper_connection import HyperHead
@@ -60,6 +61,11 @@ class Step:
     def kind(self) -> Kind:
         return self.config.kind(self.layer)
 
+    @property
+    def form(self) -> Form:
+        """How the build of this profile stores rows and index keys."""
+        return FORMS[self.sites.profile.name]
+
     def linear(self, name: str) -> Linear:
         """The weight behind an op's name, `attn.wq_a`, `ffn.shared_experts.w2`, `e_proj`."""
         part: object = self.mtp if name in ("e_proj", "h_proj") else self.block
@@ -106,25 +112,25 @@ class Step:
     def pool_before(self) -> PouredPool:
         """A pool as the step finds it, with nothing in the windows. An op works on a copy."""
         empty = [(0, state.window[:0]) for state in self.before]
-        return pour(self.config, self.layer, self.before, empty, self.starts, self.ends, self.seed)
+        return pour(self.config, self.layer, self.before, empty, self.starts, self.ends, self.seed, self.form)
 
     @cached_property
     def pool_to_attend(self) -> PouredPool:
         """A pool as attention finds it: this step's rows are in."""
-        return pour(self.config, self.layer, self.after, self.raw_rows(), self.ends, self.ends, self.seed)
+        return pour(self.config, self.layer, self.after, self.raw_rows(), self.ends, self.ends, self.seed, self.form)
 
     @cached_property
     def pool_to_extend(self) -> PouredPool:
         """A pool as attention finds it in a long step: finished rows are in, windows are as they were before."""
         windows = [(start - len(s.window), s.window) for s, start in zip(self.before, self.starts, strict=True)]
-        return pour(self.config, self.layer, self.after, windows, self.ends, self.ends, self.seed)
+        return pour(self.config, self.layer, self.after, windows, self.ends, self.ends, self.seed, self.form)
 
     @cached_property
     def keys_before(self) -> PouredKeys:
         """Pages of index keys as the step finds them."""
-        return pour_keys(self.pool_before, self.before)
+        return pour_keys(self.pool_before, self.before, self.form.keys)
 
     @cached_property
     def keys_after(self) -> PouredKeys:
         """Pages of index keys as queries find them: the keys that this step completes are in."""
-        return pour_keys(self.pool_before, self.after)
+        return pour_keys(self.pool_before, self.after, self.form.keys)

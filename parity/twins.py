@@ -18,15 +18,13 @@ from reference.compressor import Compressor, overlap
 from reference.linear import Linear
 from reference.state import CompressorState
 
-from . import candidates
+from . import candidates, row_forms
 from .budget import codes, spans
 from .budget.bounded import FUNCTION_ULPS, Bounded, dot, exact
 from .judge import Bytes, Codes, Dense, Expected, Places, Stored, Unchanged
 from .step import Step
 
 FREQUENCY_ULPS = 4.0  # of a float32 power and the blend of two: what two implementations of the table may differ by
-ROW_BLOCK = 64
-KEY_BLOCK = 32
 TILE = 1 << 23  # weights held in float64 at a time
 
 
@@ -102,15 +100,17 @@ def compressed_rows(step: Step, op: str, stored: StoredOutputs) -> Expectations:
     row = _finished(step, compressor, together, entry)
     places = _row_places(step, sequence, entry, compressor.ratio)
     if compressor.index_keys:
-        keys = Codes(spans.hadamard(row, step.how), KEY_BLOCK, formats.E2M1_AMAX_FLOOR, "cd", codes.E2M1)
+        keys = row_forms.key_expected(spans.hadamard(row, step.how), step.form.keys.form, "cd")
         return {"keys": Expectation(keys, places), **untouched(stored)}
-    nope, rotated = row.split_last(compressor.rope.dim)
-    return {
-        "nope": Expectation(Codes(nope, ROW_BLOCK, formats.E4M3_AMAX_FLOOR, "cd"), places),
-        "rope": Expectation(Dense(rotated, "bf16", "cd"), places),
-        "layout": Expectation(Bytes(layout_bytes(stored["nope"], stored["layout"]), "cd"), places),
-        **untouched(stored),
-    }
+    return {**rows_expected(row, step, stored, "cd", places), **untouched(stored)}
+
+
+def rows_expected(row: Bounded, step: Step, stored: StoredOutputs, dims: str, places: Places) -> Expectations:
+    """What rows [n, d] of the step's build hold; scale bytes twice and padding by the candidate's own scales."""
+    parts = row_forms.expected(row, step.form.rows, dims)
+    if "layout" in stored:
+        parts["layout"] = Bytes(layout_bytes(stored["nope"], stored["layout"]), dims)
+    return {name: Expectation(part, places) for name, part in parts.items()}
 
 
 def _new_tokens(step: Step, op: str) -> tuple[Tensor, Bounded]:

@@ -35,7 +35,8 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--phases", metavar="P,..", help="of prefill, decode, verify, chunk (default all)")
     parser.add_argument("--lengths", metavar="N,..", help="prompt lengths (default: the model's near edges)")
     parser.add_argument("--start-pos", metavar="N,..", help="positions to start from without a prompt (default: far edges)")
-    parser.add_argument("--profile", default="pool-fp8", metavar="P", help="rounding contract of the build: pool-fp8")
+    parser.add_argument("--profile", default="pool-fp8", metavar="P",
+                        help="rounding contract of the build: pool-fp8 (default) or pool-bf16")
     parser.add_argument("--seed", type=int, default=0, help="of token ids and synthetic state (default 0)")
     parser.add_argument("--gate", action="store_true", help="an op without a kernel is a reason to fail too (exit 3)")
     parser.add_argument("--out", type=Path, metavar="DIR", help=f"run directory to write (default {RUNS}/<time>-<model>)")

@@ -33,12 +33,16 @@ def uneven(g: torch.Generator, *shape: int) -> Tensor:
 
 
 def run_layer(
-    layer: int, chosen: list[ops.Op], phases: tuple[str, ...] = ("decode", "verify"), lengths: tuple[int, ...] = (7,)
+    layer: int,
+    chosen: list[ops.Op],
+    phases: tuple[str, ...] = ("decode", "verify"),
+    lengths: tuple[int, ...] = (7,),
+    build: str = "pool-fp8",
 ) -> list[Judged]:
     """One layer of `mini` with these ops, from poured states at the edges of groups, window and pool block."""
     one_thread()
     plan = cases.plan(lengths, [127, 255, 36], phases, chunks=[9])
-    setting = Setting(open_store("procedural:mini"), profile("pool-fp8"), plan, chosen, HOW, 3)
+    setting = Setting(open_store("procedural:mini"), profile(build), plan, chosen, HOW, 3)
     return list(Flow.start(setting).run_layer(layer))
 
 
