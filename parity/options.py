@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+
+from reference.errors import BadInput
 
 if TYPE_CHECKING:
     from optimized.engine import Engine
@@ -53,6 +56,26 @@ def add_model(parser: argparse.ArgumentParser, default: str | None = None) -> No
     text = "directory in the released format, or procedural:PRESET[@seed]"
     parser.add_argument("--model", metavar="M", default=default, required=default is None,
                         help=text + (f" (default {default})" if default else ""))  # fmt: skip
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="where kernels run: cpu, in Triton's interpreter, or cuda "
+                        "(default: the GPU if there is one)")  # fmt: skip
+
+
+def settle_device(device: str | None) -> None:
+    """Fix where this process's kernels run, before any of them is imported. Raises BadInput for a device that is not
+    there, or where the process has settled on the other one."""
+    if device is None:
+        return
+    if device == "cuda" and not torch.cuda.is_available():
+        raise BadInput("--device cuda: this machine has no GPU that torch can use")
+    if "optimized.kernels" not in sys.modules:
+        os.environ["TRITON_INTERPRET"] = "1" if device == "cpu" else "0"
+    from optimized.kernels.launch import INTERPRETER
+
+    if (device == "cpu") != INTERPRETER:
+        raise BadInput(f"--device {device}: TRITON_INTERPRET or an earlier import has settled on the other one")
 
 
 def add_arithmetic(parser: argparse.ArgumentParser) -> None:

@@ -74,18 +74,19 @@ def _output(v: Verdict) -> Record:
     }  # fmt: skip
 
 
-def missing_records(judged: Iterable[Judged], required: set[str]) -> list[Record]:
-    """What was selected and not judged: op, phase and reason, with the number of layers it concerns."""
-    found: dict[tuple[str, str, str], int] = {}
-    for j in judged:
-        if j.missing:
-            key = (j.op.name, j.phase, j.missing)
-            found[key] = found.get(key, 0) + 1
-    return [
-        {"record": "not_run", "op": op, "phase": phase, "reason": reason, "layers": n, "required": op in required,
-         "volatile": {}}
-        for (op, phase, reason), n in found.items()
-    ]  # fmt: skip
+def missing_record(op: str, phase: str, reason: str, layers: int, required: bool) -> Record:
+    """What was selected and not judged, in how many layers, and why."""
+    return {"record": "not_run", "op": op, "phase": phase, "reason": reason, "layers": layers, "required": required,
+            "volatile": {}}  # fmt: skip
+
+
+def merged(missing: Iterable[Record]) -> list[Record]:
+    """One record for each op, phase and reason, with the number of layers they all concern."""
+    found: dict[tuple[str, str, str], Record] = {}
+    for r in missing:
+        key = (r["op"], r["phase"], r["reason"])
+        found[key] = {**r, "layers": r["layers"] + (found[key]["layers"] if key in found else 0)}
+    return list(found.values())
 
 
 def drift_record(config: Config, drift: Drift) -> Record:
@@ -95,16 +96,19 @@ def drift_record(config: Config, drift: Drift) -> Record:
             "volatile": {}}  # fmt: skip
 
 
-def write_lines(path: Path, records: Iterable[Record]) -> None:
-    """All records, to a temporary name first. Raises OSError where the disk is full, leaving an older file as it was."""
+def write_bytes(path: Path, content: bytes) -> None:
+    """To a temporary name first. Raises OSError where the disk is full, leaving an older file as it was."""
     temporary = path.with_name(path.name + ".partial")
     try:
-        with temporary.open("w") as file:
-            for record in records:
-                file.write(json.dumps(record, allow_nan=False) + "\n")
+        temporary.write_bytes(content)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_lines(path: Path, records: Iterable[Record]) -> None:
+    """All records of a run."""
+    write_bytes(path, "".join(json.dumps(record, allow_nan=False) + "\n" for record in records).encode())
 
 
 def read_lines(run: Path) -> list[Record]:
@@ -125,6 +129,8 @@ def read_lines(run: Path) -> list[Record]:
         records.append(dict(record))
     if not records or records[0].get("schema") != SCHEMA_VERSION:
         raise BadInput(f"{path}: the first record must be of schema version {SCHEMA_VERSION}")
+    if records[-1]["record"] != "summary":
+        raise BadInput(f"{path}: cut off after line {len(records)}: the last record must be the summary")
     return records
 
 

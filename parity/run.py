@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from optimized.engine import FORMS
 from reference.checkpoint.store import WeightStore
@@ -19,6 +23,7 @@ from reference.rounding import profile
 
 from . import candidates, cases, ops, records
 from .flow import Flow, Setting
+from .journal import Journal
 from .records import Record
 
 PROFILES = tuple(FORMS)  # builds that a candidate exists for
@@ -26,10 +31,14 @@ ON_GPU = candidates.DEVICE != "cpu"
 ENGINE = f"optimized ({'Triton on a GPU' if ON_GPU else 'Triton interpreter'})"
 
 
+CANDIDATES = ("optimized",)
+
+
 @dataclass(frozen=True)
 class Request:
     """What to run. `required` ops must be judged, or the run is incomplete. `streams` are `free-running`, the twin's
-    from layer to layer, or `synthetic` at every layer. `model` is the user's word for it, if there was one."""
+    from layer to layer, or `synthetic` at every layer. `model` is the user's word for it, if there was one. `ids` are
+    those of the first sequences, read from `ids_file`; the others' are drawn."""
 
     layers: tuple[int, ...]
     ops: tuple[ops.Op, ...]
@@ -39,33 +48,63 @@ class Request:
     seed: int
     streams: str
     model: str = ""
+    ids: tuple[Tensor, ...] = ()
+    ids_file: str = ""
 
 
 Listener = Callable[[int, Record], None]
 
 
-def run(store: WeightStore, request: Request, listen: Listener = lambda done, record: None) -> list[Record]:
-    """All records of a run, the last one its summary. `listen` hears each verdict and the number of layers finished."""
+def run(
+    store: WeightStore, request: Request, journal: Journal, listen: Listener = lambda done, record: None
+) -> list[Record]:
+    """All records of a run, the last one its summary. Layers that `journal` holds are not run again; each one that
+    finishes is kept there. `listen` hears each verdict and the number of layers finished."""
     one_thread()
-    began = time.monotonic()
+    began, config = time.monotonic(), store.config
+    header = journal.begin(_header(store, request))
+    if ended := journal.ended():
+        return ended
     setting = Setting(store, profile(request.profile), request.plan, request.ops, ops.ARITHMETIC, request.seed)
     flow = Flow.start(setting)
-    if request.streams == "free-running":
+    flow.ids[: len(request.ids)] = request.ids
+    names = [cases.layer_id(config, i) for i in request.layers]
+    parts = journal.finished(names)
+    if request.streams == "free-running" and len(parts) < len(names):
         flow.begin_with_tokens()
-    out = [_header(store, request)]
-    for done, layer in enumerate(request.layers):
-        at = time.monotonic()
-        for judged in flow.run_layer(layer):
-            now = time.monotonic()
-            if not judged.missing:
-                out.append(records.verdict_record(store.config, judged, now - at))
-                listen(done, out[-1])
-            at = now
-    out += [records.drift_record(store.config, d) for d in flow.drift]
-    out += records.missing_records(flow.judged, set(request.required))
-    out += _never_met(request, store.config)
-    out += _drafter(request, store.config)
-    return [*out, _summary(out, request, store.config, time.monotonic() - began)]
+        if parts:
+            flow.streams = journal.streams(names[len(parts) - 1])
+    for done, layer in enumerate(request.layers[len(parts) :], len(parts)):
+        parts.append(_layer(flow, layer, request, partial(listen, done)))
+        journal.keep(names[done], parts[-1], flow.streams)
+    out = [header, *_in_order(parts), *_never_met(request, config), *_drafter(request, config)]
+    return [*out, _summary(out, request, config, time.monotonic() - began)]
+
+
+def _layer(flow: Flow, layer: int, request: Request, listen: Callable[[Record], None]) -> list[Record]:
+    """Records of one layer: verdicts, drift, what was not run."""
+    config, at = flow.setting.config, time.monotonic()
+    judged, drift = len(flow.judged), len(flow.drift)
+    out = []
+    for result in flow.run_layer(layer):
+        now = time.monotonic()
+        if not result.missing:
+            out.append(records.verdict_record(config, result, now - at))
+            listen(out[-1])
+        at = now
+    out += [records.drift_record(config, d) for d in flow.drift[drift:]]
+    missing = [r for r in flow.judged[judged:] if r.missing]
+    return out + [
+        records.missing_record(r.op.name, r.phase, r.missing or "", 1, r.op.name in request.required) for r in missing
+    ]
+
+
+def _in_order(parts: Sequence[Sequence[Record]]) -> list[Record]:
+    """Records of all layers: verdicts in causal order, what else was measured, and once each what was not run."""
+    out = [r for part in parts for r in part]
+    verdicts = [r for r in out if r["record"] == "verdict"]
+    missing = [r for r in out if r["record"] == "not_run"]
+    return [*verdicts, *(r for r in out if r["record"] not in ("verdict", "not_run")), *records.merged(missing)]
 
 
 def one_thread() -> None:
@@ -89,11 +128,21 @@ def _header(store: WeightStore, request: Request) -> Record:
         streams=request.streams,
         layers=[cases.layer_id(store.config, i) for i in request.layers],
         ops=[op.name for op in request.ops],
+        required=sorted(request.required),
         phases=list(request.plan.judged),
         lengths=[s.tokens["prefill"] for s in sequences if s.tokens.get("prefill")],
         start_pos=[s.start for s in sequences if s.start],
+        ids=_ids(request),
         volatile=environment(),
     )
+
+
+def _ids(request: Request) -> Record | None:
+    """Which token ids were given: the file's name, and a digest of what it says."""
+    if not request.ids:
+        return None
+    said = json.dumps([ids.tolist() for ids in request.ids])
+    return {"file": request.ids_file, "sha256": hashlib.sha256(said.encode()).hexdigest()}
 
 
 def environment() -> dict[str, Any]:
@@ -109,8 +158,8 @@ def _never_met(request: Request, config: Config) -> list[Record]:
     kinds = set().union(*(cases.layer_kinds(config, i) for i in request.layers))
     unmet = [op for op in request.ops if not kinds & set(op.kinds)]
     return [
-        {"record": "not_run", "op": op.name, "phase": phase, "layers": 0, "required": op.name in request.required,
-         "reason": op.reason if op.candidate is None else "no chosen layer has it", "volatile": {}}
+        records.missing_record(op.name, phase, "no chosen layer has it" if op.candidate else op.reason, 0,
+                               op.name in request.required)
         for op in unmet for phase in request.plan.judged
     ]  # fmt: skip
 
@@ -120,11 +169,8 @@ def _drafter(request: Request, config: Config) -> list[Record]:
     if config.dspark is None:
         return []
     reason = f"the forward of a DSpark drafter ({config.num_drafter_blocks} blocks) is not defined here"
-    return [
-        {"record": "not_run", "op": "dspark", "phase": phase, "layers": config.num_drafter_blocks, "required": False,
-         "reason": reason, "volatile": {}}
-        for phase in request.plan.judged
-    ]  # fmt: skip
+    blocks = config.num_drafter_blocks
+    return [records.missing_record("dspark", phase, reason, blocks, False) for phase in request.plan.judged]
 
 
 def _summary(out: Sequence[Record], request: Request, config: Config, seconds: float) -> Record:

@@ -92,11 +92,58 @@ def test_exit_2_for_a_word_that_means_nothing(tmp_path, words, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
-@pytest.mark.parametrize("option", ["--resume", "--candidate=x", "--device=cuda", "--ids-file=f"])
-def test_exit_2_for_an_option_that_does_not_exist_yet(tmp_path, option):
+@pytest.mark.parametrize("option", ["--candidate=x", "--device=x", "--later"])
+def test_exit_2_for_a_word_that_is_no_choice(tmp_path, option):
     with pytest.raises(SystemExit) as stop:
         run(tmp_path, *SMALL, option)
     assert stop.value.code == 2
+
+
+def test_exit_2_for_options_that_contradict(tmp_path):
+    assert cli.main([*SMALL, "--resume"]) == 2
+    assert run(tmp_path, *SMALL, "--ids-file", "f") == (2, [])
+
+
+def ids_file(tmp_path, **prompts: list[int]) -> list[str]:
+    (tmp_path / "ids.json").write_text(json.dumps(prompts))
+    return ["run", "--model", "procedural:mini", "--layers", "2", "--start-pos", "", "--ids-file", str(tmp_path / "ids.json")]
+
+
+def test_given_ids_are_those_of_the_first_sequences(tmp_path):
+    """The prompt is what the phases behind it and MTP leave; other ids are other numbers and another digest."""
+    words = [*ONE, "--ops", "embed", "--layers", "0"]
+    one, two, same = (
+        run(tmp_path, *ids_file(tmp_path, a=[*range(12), last, 1, 2, 3, 4, 5, 6, 7]), *words, name=name)[1]
+        for name, last in (("x", 20), ("y", 21), ("z", 20))
+    )
+    assert one[0]["lengths"] == [20 - (1 + 2 + 9 + 1)] and one[0]["ids"]["file"].endswith("ids.json")
+    assert one[0]["ids"] != two[0]["ids"]
+    assert [records.deterministic(r) for r in one] == [records.deterministic(r) for r in same]
+    assert "--ids-file" in reproduce(one[0], one[1]) and "--lengths" not in reproduce(one[0], one[1])
+
+
+@pytest.mark.parametrize(
+    ("prompts", "said"),
+    [
+        ({"a": [5] * 13}, "a has 13 ids; the phases after its prompt take 13"),
+        ({"a": [5] * 40, "b": [600] * 99}, "b, token 0: id 600 is outside the vocabulary of 512"),
+        ({"a": [5, -1] * 20}, "a, token 1: id -1 is outside the vocabulary of 512"),
+        ({"a": []}, "a is an empty prompt"),
+        ({}, "expected an object of prompts"),
+    ],
+)
+def test_exit_4_for_ids_that_do_not_fit(tmp_path, prompts, said, capsys):
+    assert run(tmp_path, *ids_file(tmp_path, **prompts)) == (4, [])
+    assert said in capsys.readouterr().err
+
+
+def test_exit_4_for_a_device_that_is_not_there(tmp_path, capsys):
+    assert run(tmp_path, *SMALL, "--device", "cuda") == (4, [])
+    assert "cuda" in capsys.readouterr().err
+
+
+def test_the_device_of_this_process_may_be_named(tmp_path):
+    assert run(tmp_path, *SMALL, *ONE, "--device", "cpu")[0] == 0
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..options import add_device, settle_device
+
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from reference.checkpoint.store import WeightStore
     from reference.config import Config
 
+    from ..cases import Plan
     from ..run import Request
 
 USAGE = 2
@@ -34,16 +39,27 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--ops", metavar="OP,..", help="names or shell patterns, attn.core,attn.compressor.*: must be judged")
     parser.add_argument("--phases", metavar="P,..", help="of prefill, decode, verify, chunk (default all)")
     parser.add_argument("--lengths", metavar="N,..", help="prompt lengths (default: the model's near edges)")
+    parser.add_argument("--ids-file", type=Path, metavar="F",
+                        help="token ids of the prompts instead of --lengths, as JSON: name -> list; the last ones of each go "
+                        "to the phases after the prompt")
     parser.add_argument("--start-pos", metavar="N,..", help="positions to start from without a prompt (default: far edges)")
     parser.add_argument("--profile", default="pool-fp8", metavar="P",
                         help="rounding contract of the build: pool-fp8 (default) or pool-bf16")
     parser.add_argument("--seed", type=int, default=0, help="of token ids and synthetic state (default 0)")
+    parser.add_argument("--candidate", choices=["optimized"], default="optimized", help="whose kernels (default optimized)")
+    add_device(parser)
     parser.add_argument("--gate", action="store_true", help="an op without a kernel is a reason to fail too (exit 3)")
+    parser.add_argument("--resume", action="store_true", help="go on with the run in --out after its last finished layer")
     parser.add_argument("--out", type=Path, metavar="DIR", help=f"run directory to write (default {RUNS}/<time>-<model>)")
     parser.set_defaults(main=main)  # fmt: skip
 
 
 def main(args: argparse.Namespace) -> int:
+    if args.resume and args.out is None:
+        return usage("--resume needs the run's directory, --out DIR")
+    if args.ids_file is not None and args.lengths is not None:
+        return usage("--ids-file and --lengths both say how long prompts are")
+    settle_device(args.device)
     from ..report.html import write_html
     from ..report.terminal import print_report
     from ..run import run
@@ -55,9 +71,11 @@ def main(args: argparse.Namespace) -> int:
         except ValueError as error:
             return usage(str(error))
         from .. import records
+        from ..journal import Journal
         from ..progress import Progress
 
         directory = _run_directory(args)
+        journal = Journal.open(directory, args.resume)
         with Progress(len(request.layers), "layer") as progress:
 
             def listen(done: int, record: records.Record) -> None:
@@ -65,9 +83,10 @@ def main(args: argparse.Namespace) -> int:
                 if record["verdict"] == "fail":
                     progress.note(f"FAIL {record['layer_id']} {record['phase']} {record['op']}")
 
-            said = run(store, request, listen)
+            said = run(store, request, journal, listen)
         records.write_lines(directory / records.FILE, said)
         write_html(said, directory / "index.html")
+        journal.close()
     print_report(said)
     print(f"\n{directory / records.FILE}\n{directory / 'index.html'}")
     return int(said[-1]["exit_code"])
@@ -91,8 +110,11 @@ def build_request(args: argparse.Namespace, config: Config) -> Request:
     unknown = [p for p in phases if p not in cases.PHASES]
     if unknown:
         raise ValueError(f"no phase {unknown[0]!r}; phases are {', '.join(cases.PHASES)}")
-    lengths = cases.default_lengths(config) if args.lengths is None else numbers(args.lengths, "length")
     starts = cases.default_starts(config) if args.start_pos is None else numbers(args.start_pos, "start position")
+    lengths = cases.default_lengths(config) if args.lengths is None else numbers(args.lengths, "length")
+    ids = read_prompts(args.ids_file, config.vocab_size) if args.ids_file else {}
+    if ids:
+        lengths = prompt_lengths(args.ids_file, ids, cases.plan([1] * len(ids), [], phases, cases.default_chunks(config)))
     plan = cases.plan(lengths, starts, phases, cases.default_chunks(config))
     if not plan.sequences:
         raise ValueError("no lengths and no start positions: nothing to run")
@@ -103,7 +125,37 @@ def build_request(args: argparse.Namespace, config: Config) -> Request:
     required = frozenset(op.name for op in chosen if args.ops or args.gate)
     layers = tuple(cases.layer_numbers(args.layers, config))
     streams = "free-running" if args.layers == "all" else "synthetic"
-    return Request(layers, tuple(chosen), required, plan, args.profile, args.seed, streams, args.model or "")
+    return Request(layers, tuple(chosen), required, plan, args.profile, args.seed, streams, args.model or "",
+                   tuple(ids.values()), str(args.ids_file) if ids else "")  # fmt: skip
+
+
+def read_prompts(file: Path, vocabulary: int) -> dict[str, Tensor]:
+    """Prompts by name. Raises BadInput for a damaged file, or an id outside the vocabulary."""
+    from reference.errors import BadInput
+
+    from .logits import read_ids
+
+    prompts = read_ids(file)
+    for name, ids in prompts.items():
+        outside = ((ids < 0) | (ids >= vocabulary)).nonzero().flatten()
+        if len(outside):
+            at = int(outside[0])
+            raise BadInput(f"{file}: {name}, token {at}: id {int(ids[at])} is outside the vocabulary of {vocabulary}")
+    return prompts
+
+
+def prompt_lengths(file: Path, prompts: dict[str, Tensor], shortest: Plan) -> list[int]:
+    """What is left for each prompt after all phases behind it and the token that only MTP sees; `shortest` is the plan with
+    prompts of one token. Raises BadInput for a prompt that leaves nothing."""
+    from reference.errors import BadInput
+
+    lengths = []
+    for (name, ids), sequence in zip(prompts.items(), shortest.sequences, strict=True):
+        behind = 1 + sum(n for phase, n in sequence.tokens.items() if phase != "prefill")
+        if len(ids) <= behind:
+            raise BadInput(f"{file}: {name} has {len(ids)} ids; the phases after its prompt take {behind}")
+        lengths.append(len(ids) - behind)
+    return lengths
 
 
 def numbers(text: str, what: str) -> list[int]:
@@ -134,14 +186,6 @@ def _model(name: str | None) -> Iterator[WeightStore]:
 
 
 def _run_directory(args: argparse.Namespace) -> Path:
-    """A new directory for this run. Raises BadInput for one that already holds a run."""
-    from reference.errors import BadInput
-
-    from ..records import FILE
-
+    """Where this run is written."""
     name = Path(args.model or "mini").name.replace(":", "-")
-    directory: Path = args.out or RUNS / f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{name}"
-    if (directory / FILE).exists():
-        raise BadInput(f"{directory}: already holds a run")
-    directory.mkdir(parents=True, exist_ok=True)
-    return directory
+    return args.out or RUNS / f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{name}"

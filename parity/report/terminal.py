@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -41,11 +42,13 @@ def reproduce(run: Record, verdict: Record) -> str:
     """A command that judges just this op again, on the same numbers. Free-running streams need the layers before."""
     layer = "all" if run["streams"] == "free-running" else verdict["layer_id"].removeprefix("layer_")
     words = ["v4parity run", "--layers", layer, "--ops", f"'{verdict['op']}'", "--phases", verdict["phase"]]
-    for option, values in (("--lengths", run["lengths"]), ("--start-pos", run["start_pos"])):
-        words += [option, f"'{','.join(map(str, values))}'"]
-    words += ["--profile", run["profile"]["name"], "--seed", str(run["seed"])]
-    words += ["--model", run["model_argument"]] if run["model_argument"] else []
-    return " ".join(words)
+    words += ["--ids-file", shlex.quote(run["ids"]["file"])] if run["ids"] else ["--lengths", _numbers(run["lengths"])]
+    words += ["--start-pos", _numbers(run["start_pos"]), "--profile", run["profile"]["name"], "--seed", str(run["seed"])]
+    return " ".join([*words, *(["--model", shlex.quote(run["model_argument"])] if run["model_argument"] else [])])
+
+
+def _numbers(values: Sequence[int]) -> str:
+    return f"'{','.join(map(str, values))}'"
 
 
 def print_report(records: Sequence[Record], console: Console | None = None) -> None:
