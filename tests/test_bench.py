@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from parity.bench import ENGINES, Job, Measured, measure, ratios
+from parity.bench.reference import ENGINES, Job, Measured, measure, ratios
 
 
 def test_ratios_are_above_one_where_the_reference_is_faster():

@@ -29,7 +29,7 @@ def main(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    from ..bench import ENGINES, Job, Measured, measure, ratios
+    from ..bench.reference import ENGINES, Job, Measured, measure, ratios
     from ..progress import Progress
 
     job = Job(args.model, args.prefill, args.decode, args.threads)

@@ -45,8 +45,8 @@ class Measured:
 
 def measure(engine: str, job: Job) -> Measured:
     """Run one engine in a new process. Raises RuntimeError with the process's last words if it fails."""
-    command = [sys.executable, "-m", "parity.bench", engine, job.model, str(job.prefill), str(job.decode), str(job.threads)]
-    child = subprocess.run(command, capture_output=True, text=True)
+    words = [engine, job.model, *map(str, (job.prefill, job.decode, job.threads))]
+    child = subprocess.run([sys.executable, "-m", "parity.bench.reference", *words], capture_output=True, text=True)
     if child.returncode:
         raise RuntimeError(f"{engine}: {(child.stderr.strip().splitlines() or ['died without a word'])[-1]}")
     return Measured(**json.loads(child.stdout.splitlines()[-1]))
@@ -90,7 +90,7 @@ def transformers_engine(model: str) -> Callable[[Tensor], Callable[[Tensor], Non
     from reference.checkpoint.open import open_store
     from reference.presets import CONFIG_JSON
 
-    from .adapters import hf
+    from ..adapters import hf
 
     store, directory = open_store(model), Path(model)
     name = model.removeprefix("procedural:").split("@")[0]
@@ -112,7 +112,7 @@ def one_process(engine: str, job: Job) -> Measured:
     """Load, warm up, measure; in this very process."""
     import torch
 
-    from .options import peak_rss
+    from ..options import peak_rss
 
     torch.set_num_threads(job.threads)
     start = {"reference": reference_engine, "transformers": transformers_engine}[engine](job.model)
@@ -129,7 +129,7 @@ def one_process(engine: str, job: Job) -> Measured:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m parity.bench")
+    parser = argparse.ArgumentParser(prog="python -m parity.bench.reference")
     parser.add_argument("engine", choices=ENGINES)
     parser.add_argument("model")
     for name in ("prefill", "decode", "threads"):

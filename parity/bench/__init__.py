@@ -1,0 +1,1 @@
+"""Speed: the reference beside a peer, and the kernels beside what their bytes and products allow."""
