@@ -245,8 +245,8 @@ def test_text_in_records_is_escaped(clean):
 def test_report_renders_a_run_again(tmp_path, capsys):
     run(tmp_path, *SMALL, *ONE)
     first = (tmp_path / "run" / "index.html").read_text()
-    assert cli.main(["report", str(tmp_path / "run"), "--html"]) == 0
-    assert (tmp_path / "run" / "index.html").read_text() == first
+    assert cli.main(["report", str(tmp_path / "run"), "--html", str(tmp_path / "again.html")]) == 0
+    assert (tmp_path / "again.html").read_text() == first
     capsys.readouterr()
     assert cli.main(["report", str(tmp_path / "run")]) == 0
     out = capsys.readouterr().out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from math import isinf, isnan
 from typing import Any
 
 from rich.console import Console
@@ -71,6 +72,19 @@ def print_report(records: Sequence[Record], console: Console | None = None) -> N
         console.print(f"     {reproduce(records[0], verdict)}", soft_wrap=True, highlight=False)
     _print_not_run(records, console)
     _print_summary(records[-1], console)
+
+
+def print_drift(rows: Sequence[Record], console: Console | None = None) -> None:
+    """What each output of a module costs by kind of layer: rows of `table.drift`."""
+    console = console or Console(width=140, no_color=True)
+    columns = ("op", "output", "kind", "verdicts", "budget used", "at", "median L2", "largest L2", "flips")
+    table = Table(*columns, header_style="bold", box=None, pad_edge=False)
+    for r in rows:
+        distances = (scientific(None if isnan(r[name]) else r[name]) for name in ("median_l2", "largest_l2"))
+        used = share(None if isinf(r["budget_used"]) else r["budget_used"])
+        words = (r["op"], r["output"], r["kind"], str(r["verdicts"]), used, r["at"], *distances, str(r["flips"]))
+        table.add_row(*map(escape, words))
+    console.print(table)
 
 
 def _print_not_run(records: Sequence[Record], console: Console) -> None:
