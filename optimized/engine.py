@@ -22,7 +22,7 @@ from .kernels.gemm_bf16 import gemm_bf16
 from .kernels.hyper_connection import hc_head
 from .kernels.launch import INTERPRETER
 from .kernels.norm import rms_norm
-from .mtp import mtp_streams
+from .mtp import enter_mtp
 from .pool.allocator import Allocator, Sequence
 from .pool.geometry import Build, Geometry
 from .pool.index_rows import LAYOUTS, Layout
@@ -116,7 +116,7 @@ class Engine:
         starts = [s.drafted for s in sequences]
         plan = plan_step(self.geometry, {"window"}, next_tokens, sequences, starts, self.weights.device)
         embedded = embed(self.weights.embedding(), plan.ids, 1, self.memory.tiles.embed)[:, 0]
-        x = mtp_streams(x, embedded, mtp, self.config.rms_norm_eps)
+        x = enter_mtp(x, embedded, mtp, self.config.rms_norm_eps)
         x = block(x, mtp.layer, last, plan, self.memory, self.weights)
         for ids, sequence in zip(next_tokens, sequences, strict=True):
             sequence.drafted += len(ids)

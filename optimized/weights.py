@@ -15,6 +15,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from reference.checkpoint.dequantize import dequantize
 from reference.checkpoint.store import WeightStore
 from reference.errors import BadInput
 
@@ -76,7 +77,7 @@ class AttentionWeights:
 
 @dataclass(frozen=True)
 class Experts:
-    """Routed experts side by side, FP4: w1 (gate) and w3 (up) [e, i, d], w2 (down) [e, d, i]."""
+    """Routed experts side by side, all FP4 or all FP8: w1 (gate) and w3 (up) [e, i, d], w2 (down) [e, d, i]."""
 
     w1: Packed
     w3: Packed
@@ -210,28 +211,34 @@ class Weights:
 
     def _expert(self, name: str) -> Experts:
         parts = [self.packed(f"{name}.{part}") for part in ("w1", "w3", "w2")]
-        if any(p.scales.shape[0] != p.codes.shape[0] for p in parts):
-            raise BadInput(f"{name} is no FP4 expert; the engine has no kernel for another")
+        if len({p.scales.shape[0] == p.codes.shape[0] for p in parts}) > 1:
+            raise BadInput(f"{name} is FP4 in one part and FP8 in another; the engine has no kernel for that")
         return Experts(*(Packed(p.codes[None], p.scales[None]) for p in parts))
 
     def f32(self, name: str) -> Tensor:
         return self.store.get(name).to(self.device, torch.float32).contiguous()
 
     def bf16(self, name: str) -> Tensor:
-        """A product's weight that is stored in bfloat16. Raises BadInput for another dtype."""
+        """A product's weight in bfloat16: stored so, or FP8 that bfloat16 holds exactly. Raises BadInput for another."""
         weight = self.store.get(name)
+        if weight.dtype == torch.float8_e4m3fn:
+            scale = name.removesuffix("weight") + "scale"
+            wide = dequantize(weight, self.store.get(scale) if scale in self.store.tensors else None, torch.float32)
+            weight = wide.to(torch.bfloat16)
+            if not torch.equal(weight.float(), wide):
+                raise BadInput(f"{name} times its scales does not fit into bfloat16, which the engine computes it in")
         if weight.dtype != torch.bfloat16:
             raise BadInput(f"{name} is stored as {weight.dtype}; the engine computes it in bfloat16 only")
         return weight.to(self.device)
 
     def packed(self, name: str) -> Packed:
-        """Weight and scale of a linear as stored. Raises BadInput unless they are FP8 or FP4 with E8M0 scales."""
+        """Weight and scale of a linear as stored. Raises BadInput unless they are FP8 or FP4, with scales that E8M0 holds."""
         if f"{name}.scale" not in self.store.tensors:
             raise BadInput(f"{name}.weight has no scale; the engine computes it from FP8 or FP4 only")
         codes, scales = self.store.get(f"{name}.weight"), self.store.get(f"{name}.scale")
-        if codes.dtype not in (torch.float8_e4m3fn, torch.int8) or scales.dtype != torch.float8_e8m0fnu:
-            raise BadInput(f"{name} is stored as {codes.dtype} with {scales.dtype} scales; the engine has no kernel for that")
-        return Packed(codes.view(torch.uint8).to(self.device), scales.view(torch.uint8).to(self.device))
+        if codes.dtype not in (torch.float8_e4m3fn, torch.int8):
+            raise BadInput(f"{name} is stored as {codes.dtype}; the engine has no kernel for that")
+        return Packed(codes.view(torch.uint8).to(self.device), scale_bytes(scales, name).to(self.device))
 
     def _attention(self, name: str, ratio: int) -> AttentionWeights:
         indexed = ratio == 4
@@ -275,6 +282,17 @@ class Weights:
         return HeadWeights(self._hyper(f"{prefix}hc_head"), self.f32(norm), self.bf16("head.weight"))
 
 
+def scale_bytes(scales: Tensor, name: str) -> Tensor:
+    """Scales in E8M0, or float32 powers of two (base models) -> uint8. Raises BadInput for anything between."""
+    if scales.dtype == torch.float32:
+        stored, scales = scales, scales.to(torch.float8_e8m0fnu)
+        if not torch.equal(scales.float(), stored):
+            raise BadInput(f"{name}.scale holds a float32 that is no power of two; the engine has no kernel for that")
+    if scales.dtype != torch.float8_e8m0fnu:
+        raise BadInput(f"{name}.scale is stored as {scales.dtype}; the engine has no kernel for that")
+    return scales.view(torch.uint8)
+
+
 def whole_blocks(rows: int) -> int:
     return -(-rows // BLOCK) * BLOCK
 
@@ -287,6 +305,10 @@ def stack(upper: Packed, lower: Packed) -> Packed:
 
 
 def side_by_side(experts: Sequence[Experts]) -> Experts:
+    """Raises BadInput where some are FP4 and some FP8."""
+    if len({e.w1.codes.shape for e in experts}) > 1:
+        raise BadInput("some experts of a layer are FP4 and some FP8; the engine has no kernel for that")
+
     def join(parts: list[Packed]) -> Packed:
         return Packed(torch.cat([p.codes for p in parts]), torch.cat([p.scales for p in parts]))
 

@@ -1,4 +1,4 @@
-"""What the tests of experts share: cases with FP4 weights, the definition of the layer in float64, legal codes."""
+"""What the tests of experts share: cases with FP4 or FP8 weights, the definition of the layer in float64, legal codes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ gate_up, down = with_plan(experts_file.expert_gate_up), with_plan(experts_file.e
 
 @dataclass(frozen=True)
 class Case:
-    """x [t, d] as codes and scales, stacked FP4 weights, experts and weights [t, k]."""
+    """x [t, d] as codes and scales, stacked weights, experts and weights [t, k]."""
 
     x: tuple[Tensor, Tensor]
     w1: tuple[Tensor, Tensor]
@@ -53,6 +53,11 @@ class Case:
     @property
     def plan(self) -> ExpertPlan:
         return plan_experts(self.experts, self.w1[0].shape[0], experts_file.block_height())
+
+    @property
+    def w2_depth(self) -> int:
+        """i, the width between the products."""
+        return self.w1[0].shape[1]
 
     @property
     def up_args(self) -> tuple[Any, ...]:
@@ -69,7 +74,17 @@ def fp4(generator: torch.Generator, count: int, outputs: int, depth: int, low: i
     return packed, torch.randint(low, high, (count, outputs, -(-depth // 32)), generator=generator).to(torch.uint8)
 
 
-def case(tokens: int, slots: int, count: int, width: int, inner: int, exact: bool = True, seed: int = 0) -> Case:
+def fp8(generator: torch.Generator, count: int, outputs: int, depth: int, low: int, high: int) -> tuple[Tensor, Tensor]:
+    """Codes of few bits; a scale byte of its own for each 128 x 128."""
+    codes = torch.randint(-6, 7, (count, outputs, depth), generator=generator).float().to(torch.float8_e4m3fn)
+    shape = (count, -(-outputs // 128), -(-depth // 128))
+    return codes.view(torch.uint8), torch.randint(low, high, shape, generator=generator).to(torch.uint8)
+
+
+def case(
+    tokens: int, slots: int, count: int, width: int, inner: int, exact: bool = True, seed: int = 0,
+    weight: Callable[..., tuple[Tensor, Tensor]] = fp4,
+) -> Case:  # fmt: skip
     """If exact, x has few bits and scales are near each other: every sum over d fits float32."""
     g = torch.Generator().manual_seed(seed)
     experts = torch.stack([torch.randperm(count, generator=g)[:slots] for _ in range(tokens)]).int()
@@ -78,16 +93,23 @@ def case(tokens: int, slots: int, count: int, width: int, inner: int, exact: boo
         values = torch.randint(-8, 9, (tokens, width), generator=g).float()
         scales = torch.randint(124, 128, (tokens, -(-width // 128)), generator=g).to(torch.uint8)
         x = values.to(torch.float8_e4m3fn).view(torch.uint8), scales
-        w1, w3 = (fp4(g, count, inner, width, 120, 123) for _ in range(2))
+        w1, w3 = (weight(g, count, inner, width, 120, 123) for _ in range(2))
     else:
         x = quantize_activation(uneven(g, tokens, width).bfloat16())
-        w1, w3 = (fp4(g, count, inner, width, 105, 120) for _ in range(2))
+        w1, w3 = (weight(g, count, inner, width, 105, 120) for _ in range(2))
     weights = torch.rand(tokens, slots, generator=g) * 2.5
-    return Case(x, w1, w3, fp4(g, count, width, inner, 110, 130), experts, weights, exact)
+    return Case(x, w1, w3, weight(g, count, width, inner, 110, 130), experts, weights, exact)
 
 
 def values_fp8(codes: Tensor, scales: Tensor) -> Tensor:
     return E4M3_VALUES[codes.int()] * scale_value(scales).repeat_interleave(128, -1)[..., : codes.shape[-1]]
+
+
+def values_of(codes: Tensor, scales: Tensor) -> Tensor:
+    """A weight's values: FP4 has a scale a row, FP8 one for 128 rows."""
+    if scales.shape[-2] == codes.shape[-2]:
+        return values_fp4(codes, scales)
+    return values_fp8(codes, scales.repeat_interleave(128, -2)[..., : codes.shape[-2], :])
 
 
 def values_fp4(packed: Tensor, scales: Tensor) -> Tensor:

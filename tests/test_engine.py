@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
+from engine_cases import equal, left_behind, with_numerator
 from kernel_cases import mutant
 from torch import Tensor
 
 from optimized import engine as engine_module
 from optimized import step as step_module
 from optimized.engine import Engine
-from optimized.pool.allocator import PoolFull, Sequence
+from optimized.pool.allocator import PoolFull
 from reference.checkpoint.procedural import ProceduralStore
 from reference.errors import BadInput
 from reference.model import Model
 from reference.presets import preset
-from reference.rounding import Profile, Rounding, profile
+from reference.rounding import Profile, profile
 from reference.state import SequenceState
 
 # One layer of each kind, with mini's widths; CSA drops rows from position 3 * 4 + 3 on.
@@ -57,17 +57,6 @@ def one_shot(request: pytest.FixtureRequest) -> OneShot:
     return OneShot(engine, layers, logits, engine.draft_logits(x[:-1], [TOKENS[1:]], [sequence]), left)
 
 
-def left_behind(engine: Engine, sequence: Sequence) -> list[Tensor]:
-    """Every byte that the sequence owns."""
-    allocator = engine.allocator
-    blocks = [part for b in sequence.blocks for part in (*allocator.pool.block(b), *allocator.index.block(b))]
-    return [part.clone() for part in (*allocator.pool.slot(sequence.slot), *blocks)]
-
-
-def equal(one: Many[Tensor], other: Many[Tensor]) -> bool:
-    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(one, other, strict=True))
-
-
 def name_of(engine: Engine) -> str:
     return "pool-fp8" if engine.geometry.build == "2buff" else "pool-bf16"
 
@@ -77,11 +66,6 @@ def twin_layers(rounding: Profile) -> tuple[list[Tensor], Tensor]:
     layers: list[Tensor] = []
     model = Model(STORE, torch.float64, rounding)
     return layers, model.logits(model.forward([TOKENS], [SequenceState()], lambda _, x: layers.append(x)))
-
-
-def with_numerator(rounding: Profile) -> Profile:
-    """The profile with the kernel's bfloat16 numerator: every list here is one tile, so that it is a site."""
-    return Profile(rounding.name, rounding.carrier, {**rounding.sites, "attn.p": Rounding("bf16")})
 
 
 def distance(got: Tensor, want: Tensor) -> float:

@@ -1,4 +1,4 @@
-"""Routed experts: the grouped FP4 products with SwiGLU and quantiser behind them, and the whole of them."""
+"""Routed experts: the grouped products with SwiGLU and quantiser behind them, and the whole of them."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from expert_cases import (
     swiglu,
     values_fp4,
     values_fp8,
+    values_of,
     with_plan,
 )
 from kernel_cases import bf16, mutant, poison_new_memory, uneven
@@ -38,7 +39,7 @@ def check_up(c: Case, h: Tensor, h_scales: Tensor) -> float:
     x = values_fp8(*c.x)[token]
     ends = []
     for w in (c.w1, c.w3):
-        value, error = product(x, values_fp4(*w)[expert])
+        value, error = product(x, values_of(*w)[expert])
         error *= not c.exact
         ends += [bf16(value - error), bf16(value + error)]
     sure = (ends[0] == ends[1]) & (ends[2] == ends[3])
@@ -76,9 +77,9 @@ def test_down_stays_within_the_float32_bound(tokens, slots, count, width, inner,
 
 
 def check_down(kernel, c: Case) -> None:
-    h = quantize_activation(uneven(torch.Generator().manual_seed(1), c.experts.numel(), c.w2[0].shape[2] * 2).bfloat16())
+    h = quantize_activation(uneven(torch.Generator().manual_seed(1), c.experts.numel(), c.w2_depth).bfloat16())
     pair, _, expert = live_pairs(c.experts)
-    want, bound = product(values_fp8(*h)[pair], values_fp4(*c.w2)[expert])
+    want, bound = product(values_fp8(*h)[pair], values_of(*c.w2)[expert])
     assert ((kernel(*h, *c.w2, c.plan)[pair].double() - want).abs() <= bound).all()
 
 
@@ -192,10 +193,10 @@ def test_no_tokens_and_refusals():
         ("bf16_up(bf16_rn(up))", "up"),
         (" * weight[:, None]", ""),
         ("weights + pair", "weights + token"),
-        ("load_fp4(w3, w3_scale", "load_fp4(w1, w1_scale"),
+        ("load_weight(w3, w3_scale", "load_weight(w1, w1_scale"),
         ("w3_scale += expert * w3_scale_stride", "w3_scale += 0"),
         ("(byte_at < K // 2)", "(byte_at < K // 2 - 1)"),
-        ("e4m3_up(code) * scale[:, None]", "e4m3_up(code)"),
+        ("return bf16_rn(e4m3_up(code) * scale[:, None])", "return bf16_rn(e4m3_up(code))"),
         ("STEP), up)", "STEP), tl.zeros((ROWS, COLS), tl.float32))"),
     ],
 )

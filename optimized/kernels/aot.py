@@ -47,7 +47,7 @@ BF16_PRODUCT = {
 }
 for _name in ("attend", "attend_bf16", "attend_step", "attend_step_bf16", "index_logits_fp4", "index_logits_flydsl"):
     REQUIRED |= {(_name, target): pattern for target, pattern in BF16_PRODUCT.items()}
-for _name in ("gemm_bf16", "grouped_gemm", "expert_gate_up", "expert_down"):
+for _name in ("gemm_bf16", "grouped_gemm", "expert_gate_up", "expert_down", "expert_gate_up_fp8", "expert_down_fp8"):
     REQUIRED |= {(_name, target): pattern for target, pattern in (BF16_PRODUCT | {"sm_90": "HGMMA"}).items()}
 
 

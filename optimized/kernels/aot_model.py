@@ -17,7 +17,7 @@ def model_cases() -> dict[str, Case]:
 
 
 def _streams() -> dict[str, Case]:
-    from . import embed, hyper_connection, norm
+    from . import embed, hyper_connection, mtp_streams, norm
 
     tiles = asdict(hyper_connection.GPU)
     spread = {"STREAMS": 4, "ROWS": tiles.pop("MIX_ROWS"), "COLS": tiles.pop("COLS"), "num_warps": tiles["num_warps"]}
@@ -26,6 +26,9 @@ def _streams() -> dict[str, Case]:
     normed = {"LANES": 8192, **asdict(norm.GPU)}
     return {
         "embed": Case(embed.embed_kernel, "blbiii", {"STREAMS": 4, **asdict(embed.GPU)}, ("D", "table_stride")),
+        "mtp_streams": Case(
+            mtp_streams.mtp_streams_kernel, "bbbiii", {"STREAMS": 4, **asdict(mtp_streams.GPU)}, ("D", "e_stride"),
+        ),
         "norm": Case(norm.norm_kernel, "bfbiiix", normed, one),
         "norm_quantize": Case(norm.norm_quantize_kernel, "bfbuuiiix", normed, one),
         "hc_project": Case(hyper_connection.project_kernel, "bffiii", mixes | tiles, one),
@@ -33,7 +36,7 @@ def _streams() -> dict[str, Case]:
         "hc_post": Case(hyper_connection.post_kernel, "bbffbiiii", spread, two),
         "hc_mix": Case(hyper_connection.mix_kernel, "fffbbffiiiiixx", mixes | spread, one),
         "hc_head": Case(hyper_connection.head_kernel, "fffbbiiiixx", {"STREAMS": 4, "LANES": 16, **spread}, one),
-    }
+    }  # fmt: skip
 
 
 def _products() -> dict[str, Case]:
@@ -63,15 +66,21 @@ def _router() -> dict[str, Case]:
 def _experts() -> dict[str, Case]:
     from . import expert_sum, experts, swiglu
 
-    up, down = asdict(experts.GPU_UP), asdict(experts.GPU_DOWN)
     weights = ("w1_stride", "w1_scale_stride", "w3_stride", "w3_scale_stride")
+
+    def gate_up(fp4: bool) -> Case:
+        constants = {"TOP_K": 6, "FP4": fp4, **asdict(experts.GPU_UP)}
+        return Case(experts.gate_up_kernel, "uuuuuuppfuuiiiiiiiix", constants, ("N", "K", "x_stride", *weights))
+
+    def down(fp4: bool) -> Case:
+        constants = {"FP4": fp4, **asdict(experts.GPU_DOWN if fp4 else experts.GPU_DOWN_FP8)}
+        return Case(experts.down_kernel, "uuuuppfiiiiii", constants, ("N", "K", "h_stride", "w2_stride", "w2_scale_stride"))
+
     return {
-        "expert_gate_up": Case(
-            experts.gate_up_kernel, "uuuuuuppfuuiiiiiiiix", {"TOP_K": 6, **up}, ("N", "K", "x_stride", *weights),
-        ),
-        "expert_down": Case(
-            experts.down_kernel, "uuuuppfiiiiii", down, ("N", "K", "h_stride", "w2_stride", "w2_scale_stride"),
-        ),
+        "expert_gate_up": gate_up(fp4=True),
+        "expert_down": down(fp4=True),
+        "expert_gate_up_fp8": gate_up(fp4=False),
+        "expert_down_fp8": down(fp4=False),
         "expert_sum": Case(
             expert_sum.sum_kernel, "fpfbiiii", {"K": 6, **asdict(expert_sum.GPU)}, ("D", "y_stride", "shared_stride"),
         ),
