@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -23,7 +25,7 @@ def stream_mixes(x: Tensor, fn: Tensor, rms_eps: float, how: Arithmetic) -> Boun
     product = Bounded(product.value, product.bound + how.u * (v.abs() @ fn.abs().T))
     mean = v.square().mean(-1, keepdim=True) + rms_eps
     relative = (how.growth(v.shape[1]) * how.accumulate / how.u + 4) * how.u
-    common = (1 - relative) ** -0.5 - 1 + 2 * FUNCTION_ULPS * how.u
+    common = ((1 - relative) ** -0.5 - 1 if relative < 1 else math.inf) + 2 * FUNCTION_ULPS * how.u
     factor = torch.rsqrt(mean)
     return multiply(product, Bounded(factor, factor * common), how)
 

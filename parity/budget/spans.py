@@ -101,7 +101,8 @@ def sink_attention(q: Tensor, rows: Tensor, absent: Tensor, sink: Tensor, how: A
 
     With shares w_j (the sink's included) and the output o: an error ε_j of exp(s_j), which comes from the score's dot
     product, moves o by w_j ε_j (v_j - o); the sink's by w ε o; a probability rounded to bfloat16 for the product with
-    v, and not in the denominator, by w_j 2^-8 v_j. Then the sums over n rows, rescaled once a tile, and a division.
+    v, and not in the denominator, by w_j 2^-8 v_j. Then the sums over n rows, rescaled once a tile, that of the product with v
+    in the accumulator, and a division.
     """
     n, scale = rows.shape[1], q.shape[-1] ** -0.5
     nothing = rows.new_empty(0, rows.shape[-1]), absent[:, :0]
@@ -118,9 +119,9 @@ def sink_attention(q: Tensor, rows: Tensor, absent: Tensor, sink: Tensor, how: A
     moved = _spread(w * exp_error(argument, how), rows, o, how.lam)
     rounding = how.lam * BF16_UNIT * torch.einsum("thn,tnd->thd", w.square(), rows.square()).sqrt()
     of_sink = w_sink * exp_error(4 * how.u * (sink.abs() + largest.abs()), how)
-    steps = 2 * how.growth(2 * n) + 4
+    steps = how.growth(2 * n) * (how.accumulate + how.u) + 4 * how.u
     sums = torch.einsum("thn,tnd->thd", w, rows.abs()) + o.abs()
-    return Bounded(o, moved + rounding + of_sink[..., None] * o.abs() + steps * how.u * sums)
+    return Bounded(o, moved + rounding + of_sink[..., None] * o.abs() + steps * sums)
 
 
 def _spread(e: Tensor, rows: Tensor, o: Tensor, lam: float) -> Tensor:
