@@ -24,7 +24,7 @@ from reference.state import Batch, LayerState
 
 from . import candidates, cases, ops
 from .budget.bounded import Arithmetic
-from .judge import MismatchedShape, Verdict, judge
+from .judge import MismatchedShape, Stored, Verdict, judge
 from .metrics import cosine, relative_l2
 from .step import Step
 from .taps import Capture
@@ -136,6 +136,7 @@ class Flow:
                 for result in judge_step(step, [op for op in setting.ops if setting.judges(op, phase)]):
                     self.judged.append(result)
                     yield result
+                work.earlier = last_tokens(step)
         if self.streams:
             self.streams = out
 
@@ -170,6 +171,7 @@ class _Layer:
     mtp: MTP | None
     truth: list[LayerState]
     twin: list[LayerState]
+    earlier: dict[str, Stored] = field(default_factory=dict)
 
     def run(self, phase: str, streams: Streams, out: Streams) -> Step:
         """Truth and twin take a phase's tokens; the twin's payloads are kept for replay."""
@@ -184,7 +186,8 @@ class _Layer:
         out.twin[phase], after = self._step(streams.twin[phase], batch, before, sites)
         self._keep(self.twin, members, after)
         return Step(setting.config, self.layer, phase, self.block, self.mtp, batch, streams.twin[phase], flow.loader.embed,
-                    self._head(), capture, before, after, Sites(setting.profile), setting.how, setting.seed)  # fmt: skip
+                    self._head(), capture, before, after, Sites(setting.profile), setting.how, setting.seed,
+                    earlier=self.earlier)  # fmt: skip
 
     def _head(self) -> tuple[HyperHead, Tensor, Linear] | None:
         """What stands behind this layer: the model's head, or the drafter's, which shares the output matrix."""
@@ -216,6 +219,21 @@ def judge_step(step: Step, chosen: Sequence[ops.Op]) -> Iterator[Judged]:
             yield Judged(op, step.layer, step.phase, () if missing else judge_op(step, op), missing)
 
 
+def last_tokens(step: Step) -> dict[str, Stored]:
+    """What the candidate stored for the last token of each sequence, of outputs with a row a token."""
+    last = torch.tensor(step.batch.bounds[1:]) - 1
+
+    def rows(x: Tensor) -> Tensor | None:
+        return x[last].clone() if x.ndim > 1 and len(x) == len(step.batch.ids) else None
+
+    kept: dict[str, Stored] = {}
+    for name, stored in step.stored.items():
+        parts = [rows(x) for x in (stored if isinstance(stored, tuple) else (stored,))]
+        if all(part is not None for part in parts):
+            kept[name] = (parts[0], parts[1]) if len(parts) > 1 else parts[0]  # type: ignore[assignment]
+    return kept
+
+
 def _unfit(step: Step, op: ops.Op) -> str | None:
     """A product of codes needs a weight of codes."""
     name = op.name.removesuffix(".input")
@@ -238,7 +256,9 @@ def judge_op(step: Step, op: ops.Op) -> tuple[Verdict, ...]:
     step.stored |= stored
     expected = op.twin(step, op.name, stored)
     try:
-        return tuple(judge(name, stored[name], e.expected, step.how, e.places) for name, e in expected.items())
+        return tuple(
+            judge(name, stored[name], e.expected, step.how, e.places, step.earlier.get(name)) for name, e in expected.items()
+        )
     except MismatchedShape as error:
         return (raised(op.name, error),)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -16,7 +16,9 @@ from torch import Tensor
 from .budget import codes as code_rules
 from .budget.bounded import LAMBDA, Arithmetic, Bounded
 from .metrics import Distance, anomalies, distance, round_to, ulp
+from .patterns import Pattern, explain
 
+MOST_BYTES = 1 << 22  # of an output of bytes that patterns are looked for in
 MIN_ROWS = 2  # fewer rows with an error say nothing about its sign
 
 
@@ -75,7 +77,8 @@ Stored = Tensor | tuple[Tensor, Tensor]
 @dataclass(frozen=True)
 class Verdict:
     """What one output of one op came to. `tests` holds the share of its limit that each test used; `budget_used` is the
-    largest. `worst` names the place of the worst element. Empty output passes with nothing judged (`elements` 0)."""
+    largest. `worst` names the place of the worst element, `pattern` what kind of mistake a failing output shows, where that
+    is clear. Empty output passes with nothing judged (`elements` 0)."""
 
     output: str
     elements: int
@@ -86,6 +89,7 @@ class Verdict:
     distance: Distance | None
     storage: str
     flips: int = 0
+    pattern: Pattern | None = None
 
     @property
     def budget_used(self) -> float:
@@ -110,8 +114,18 @@ class MismatchedShape(ValueError):
     """A candidate's output has another shape than the twin's."""
 
 
-def judge(output: str, stored: Stored, expected: Expected, how: Arithmetic, places: Places) -> Verdict:
-    """Compare one stored output with what the twin expects. Raises MismatchedShape where shapes differ."""
+def judge(
+    output: str, stored: Stored, expected: Expected, how: Arithmetic, places: Places, earlier: Stored | None = None
+) -> Verdict:
+    """Compare one stored output with what the twin expects; `earlier` is what the candidate stored of it in the step
+    before. Raises MismatchedShape where shapes differ."""
+    verdict = _compare(output, stored, expected, how, places)
+    if verdict.passed or isinstance(expected, Selection | Unchanged):
+        return verdict
+    return replace(verdict, pattern=_pattern(stored, expected, earlier))
+
+
+def _compare(output: str, stored: Stored, expected: Expected, how: Arithmetic, places: Places) -> Verdict:
     if isinstance(expected, Codes):
         assert isinstance(stored, tuple)
         return _judge_codes(output, *stored, expected, places)
@@ -124,6 +138,35 @@ def judge(output: str, stored: Stored, expected: Expected, how: Arithmetic, plac
     if isinstance(expected, Unchanged):
         return _judge_bytes(output, stored, expected.dims, places)
     return _judge_dense(output, stored, expected, how, places)
+
+
+def _pattern(stored: Stored, expected: Dense | Codes | Bytes, earlier: Stored | None) -> Pattern | None:
+    """What kind of mistake this is, if that is clear."""
+    if isinstance(expected, Bytes) and expected.expected.numel() > MOST_BYTES:
+        return None
+    axes = [AXES[letter] for letter in expected.dims[:-1]]
+    t, room = _room(expected)
+    return explain(values(stored, expected), t, room, axes, None if earlier is None else values(earlier, expected))
+
+
+def values(stored: Stored, expected: Dense | Codes | Bytes) -> Tensor:
+    """What is stored, as numbers in float64."""
+    if isinstance(expected, Codes):
+        assert isinstance(stored, tuple)
+        return code_rules.dequantize(*stored, expected.block, expected.grid)
+    assert isinstance(stored, Tensor)
+    return stored.double()
+
+
+def _room(expected: Dense | Codes | Bytes) -> tuple[Tensor, Tensor]:
+    """The twin's values, and how far from them a right output may be: its bound, and half a unit or the whole bin of the
+    format."""
+    if isinstance(expected, Bytes):
+        return expected.expected.double(), torch.full(expected.expected.shape, 0.5, dtype=torch.float64)
+    t = expected.expected
+    if isinstance(expected, Dense):
+        return t.value, t.bound + ulp(t.largest, expected.form) / 2
+    return t.value, t.bound + code_rules.bin_width(t.value, expected.block, expected.floor, expected.grid)
 
 
 def _same_shape(output: str, c: Tensor, t: Tensor) -> None:
@@ -225,7 +268,7 @@ def _judge_codes(output: str, codes: Tensor, scales: Tensor, expected: Codes, pl
         "scale": with_scale.repeat_interleave(block, -1)[..., : codes.shape[-1]],
         "code": torch.nan_to_num(code_rules.code_used(codes, scales, t, block, grid), nan=torch.inf, posinf=torch.inf),
     }
-    value = code_rules.dequantize(codes, scales, block, grid)
+    value = values((codes, scales), expected)
     own, own_scales = grid.quantize(t.value.float(), block, expected.floor)
     flips = int((codes != own).sum()) + int((scales != own_scales).sum())
     return _verdict(output, tests, expected.dims, places, distance(value, t.value, "f32"), f"{grid.name}_{block}", flips=flips)

@@ -70,7 +70,7 @@ def _output(v: Verdict) -> Record:
         "output": v.output, "storage": v.storage, "verdict": "pass" if v.passed else "fail", "elements": v.elements,
         "rows": v.rows, "failing_rows": v.failing_rows, "flips": v.flips, "budget_used": finite_or_none(v.budget_used),
         "tests": {name: finite_or_none(share) for name, share in v.tests.items()}, "worst": dict(v.worst),
-        "distance": distance,
+        "distance": distance, "pattern": None if v.pattern is None else asdict(v.pattern),
     }  # fmt: skip
 
 

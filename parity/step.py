@@ -36,7 +36,7 @@ class Step:
 
     `stored` collects what the candidate's ops put out: a later op of the chain is fed from it, and from the twin's payload
     where no candidate made one. `quantised` holds codes by the payload they come from: an engine quantises a payload
-    once, whatever reads it.
+    once, whatever reads it. `earlier` holds what the candidate stored for the last token of each sequence in the step before.
     """
 
     config: Config
@@ -56,6 +56,7 @@ class Step:
     seed: int
     stored: dict[str, Stored] = field(default_factory=dict)
     quantised: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    earlier: dict[str, Stored] = field(default_factory=dict)
 
     @property
     def kind(self) -> Kind:

@@ -86,6 +86,16 @@ def code_used(codes: Tensor, scales: Tensor, t: Bounded, block: int, grid: Grid 
     return torch.where(magnitude == grid.nan, torch.inf, used)
 
 
+def bin_width(x: Tensor, block: int, floor: float, grid: Grid = E4M3) -> Tensor:
+    """Width of the bin that each value [..., n] falls into under its block's own scale; the last bin counts as twice its
+    inner half."""
+    codes, scales = grid.quantize(x.float(), block, floor)
+    magnitude = (codes.int() & (grid.sign - 1)).clamp_max(grid.nan - 1)
+    inner = grid.decode(magnitude.to(torch.uint8)).double() - grid.below[magnitude]
+    width = torch.where(grid.above[magnitude].isinf(), 2 * inner, grid.above[magnitude] - grid.below[magnitude])
+    return width * formats.e8m0_decode(scales).double().repeat_interleave(block, -1)[..., : x.shape[-1]]
+
+
 def dequantize(codes: Tensor, scales: Tensor, block: int, grid: Grid = E4M3) -> Tensor:
     """Codes [..., n] and scale bytes [..., ceil(n/block)] -> float64."""
     return formats.dequantize_blocks(grid.decode(codes.contiguous()), scales.contiguous(), block).double()
