@@ -1,0 +1,20 @@
+"""Who is right: kernels against the reference, by bounds derived from formats and accumulation.
+
+`parity.judge_op(name, function)` judges one op of anybody's kernel. Source: docs/single.md §1.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .single.calling import judge_op as judge_op
+
+
+def __getattr__(name: str) -> object:
+    """`judge_op`, loaded when it is asked for: kernels come with it."""
+    if name == "judge_op":
+        from .single.calling import judge_op
+
+        return judge_op
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

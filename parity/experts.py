@@ -83,7 +83,7 @@ def choice_expected(step: Step, op: str, stored: StoredOutputs) -> Expectations:
         op: Expectation(Bytes(best.int(), "tk"), step.places),
         "ffn.gate.weights": Expectation(Dense(weights, "f32", "tk"), step.places),
     }
-    if ffn.bias is not None and ffn.tid2eid is None:
+    if ffn.bias is not None and f"{op}.set" in stored:
         logits = dot(exact(_input(step)), exact(ffn.gate), how)
         score = gates.sqrt_softplus(logits, how)
         rank = rounded(Bounded(score.value + ffn.bias, score.bound), how.u)

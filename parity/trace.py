@@ -1,7 +1,7 @@
 """What any engine hands in to be judged: a directory with `manifest.json` and safetensors files. Source: docs/judge.md §11.
 
 Readable and writable in a few lines without this package. Reading is strict: a tap nobody knows, a size that does not
-fit, a missing profile are refused, not guessed.
+fit, a missing profile are refused, not guessed. Besides taps a trace may hold what single ops take and give.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from reference.rounding import Profile
 from .cases import PHASES
 from .judge import AXES
 from .ops import known_taps
+from .single.contract import names
+from .single.layouts import LAYOUTS
 
 VERSION = 1
 MANIFEST = "manifest.json"
@@ -34,9 +36,12 @@ TENSORS = "tensors.safetensors"
 # Storage format -> dtype of the file: codes and scales travel as bytes.
 STORAGE = {
     "f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16, "e4m3": torch.uint8, "e8m0": torch.uint8,
-    "e2m1x2": torch.uint8, "2buff": torch.uint8, "i32": torch.int32, "i64": torch.int64,
+    "e2m1x2": torch.uint8, "2buff": torch.uint8, "bytes": torch.uint8, "i32": torch.int32, "i64": torch.int64,
 }  # fmt: skip
-LAYOUTS = ("plain",)
+
+
+class WithoutProfile(BadInput):
+    """A trace that does not say how its engine rounds: a mistake in its use, not damage."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +130,8 @@ def _to_json(trace: Trace) -> dict[str, Any]:
 
 
 def read_trace(path: Path) -> Trace:
-    """Parse and check a manifest; tensors are read when asked for. Raises BadInput with the first thing that is wrong."""
+    """Parse and check a manifest; tensors are read when asked for. Raises BadInput with the first thing that is wrong, and
+    WithoutProfile where that is the profile."""
     manifest = path / MANIFEST
     try:
         table = json.loads(manifest.read_text())
@@ -135,7 +141,8 @@ def read_trace(path: Path) -> Trace:
         raise BadInput(f"{manifest}: expected a manifest of schema version {VERSION}")
     missing = [key for key in ("engine", "model", "config", "config_sha256", "profile", "tensors") if not table.get(key)]
     if missing:
-        raise BadInput(f"{manifest}: no {missing[0]}; it is not guessed")
+        refusal = WithoutProfile if missing[0] == "profile" else BadInput
+        raise refusal(f"{manifest}: no {missing[0]}; it is not guessed")
     try:
         Config.from_dict(table["config"])
         tensors = tuple(_tensor(entry, path) for entry in table["tensors"])
@@ -162,7 +169,7 @@ def _tensor(entry: Any, root: Path) -> TraceTensor:
 
 def _complaint(t: TraceTensor, root: Path) -> str | None:
     """What is wrong with an entry, or None."""
-    if local_tap(t.tap) not in known_taps():
+    if local_tap(t.tap) not in known_taps() | names() | {"slots"}:
         return f"unknown tap {t.tap!r}"
     if t.storage not in STORAGE or t.layout not in LAYOUTS:
         return f"unknown storage {t.storage!r} or layout {t.layout!r}"
@@ -179,7 +186,11 @@ def _complaint(t: TraceTensor, root: Path) -> str | None:
     return None
 
 
+def block_tap(tap: str) -> str:
+    """A tap's name inside its block: `layers.30.attn.q` -> `attn.q`."""
+    return re.sub(r"^(layers\.\d+|mtp\.\d+\.block|mtp\.\d+)\.", "", tap)
+
+
 def local_tap(tap: str) -> str:
-    """A tap's name inside its block: `layers.30.attn.q` -> `attn.q`; experts lose their number."""
-    inside = re.sub(r"^(layers\.\d+|mtp\.\d+\.block|mtp\.\d+)\.", "", tap)
-    return re.sub(r"\bexperts\.\d+\.", "experts.", inside)
+    """The same for any expert: `layers.30.ffn.experts.5.w1` -> `ffn.experts.w1`."""
+    return re.sub(r"\bexperts\.\d+\.", "experts.", block_tap(tap))
