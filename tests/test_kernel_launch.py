@@ -93,3 +93,23 @@ def test_a_32_bit_row_address_does_not_survive(tmp_path, width, survives):
     clean = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", NARROW, str(path), width], env=clean, capture_output=True, text=True)
     assert (done.returncode == 0) == survives, done.stderr
+
+
+BITS = """
+import hashlib, torch
+import optimized.kernels.interpreter as fast
+if {plain}: fast.quicken = lambda: None
+from triton.runtime import interpreter
+as_it_came = interpreter._get_np_dtype
+from optimized.kernels.quantize import quantize_activation
+print(as_it_came is interpreter._get_np_dtype)
+x = torch.randn(37, 384, generator=torch.Generator().manual_seed(5)).mul_(2.0 ** torch.arange(384).div(48)).bfloat16()
+print(hashlib.sha256(b"".join(y.numpy().tobytes() for y in quantize_activation(x))).hexdigest())
+"""
+
+
+@WITHOUT_GPU
+def test_a_quicker_interpreter_gives_the_same_bits():
+    plain, quick = (python(BITS.format(plain=plain)) for plain in (True, False))
+    assert (plain.stdout.split()[:1], quick.stdout.split()[:1]) == (["True"], ["False"]), plain.stderr + quick.stderr
+    assert plain.stdout.split()[1] == quick.stdout.split()[1]

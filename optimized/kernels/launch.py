@@ -10,9 +10,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from .interpreter import quicken
 from .numeric import INTERP
 
 INTERPRETER = INTERP.value
+if INTERPRETER:
+    quicken()
 T = TypeVar("T")
 
 
