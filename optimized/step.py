@@ -123,7 +123,7 @@ def _places(ids: Many[Tensor], sequences: Many[Sequence], starts: Many[int]) -> 
 
 def _kind_plan(geometry: Geometry, kind: Kind, places: _Places, direct: bool, device: str) -> KindPlan:
     config, at = geometry.config, geometry.kinds.index(kind)  # any layer of the kind turns alike
-    picks = np.zeros((len(places.positions), config.index_topk), np.int32) if kind == "csa" else None  # filled in later
+    picks = config.index_topk if kind == "csa" else None  # room, filled in layer by layer
     indices, indptr = plans.attention_lists(
         geometry, kind, places.positions, places.batch_ids, places.slots, places.block_table, picks,
         None if direct else (places.first, places.start),

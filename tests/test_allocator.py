@@ -58,10 +58,10 @@ def test_blocks_come_from_the_bottom_and_slots_from_the_top() -> None:
     assert (one.slot, two.slot) == (a.pool.slots - 1, a.pool.slots - 2)
     grow(a, one, 257)
     grow(a, two, 1)
-    assert (one.blocks, two.blocks) == ([0, 1], [2])
+    assert (list(one.blocks), list(two.blocks)) == ([0, 1], [2])
     a.free(one)
     grow(a, two, 256)
-    assert two.blocks == [2, 0]  # the lowest free one first
+    assert list(two.blocks) == [2, 0]  # the lowest free one first
     assert a.open().slot == a.pool.slots - 1
 
 
@@ -91,7 +91,7 @@ def test_a_mistake_that_leaves_bytes_behind_is_seen(tmp_path: pytest.TempPathFac
     assert (block == 7).all()
 
 
-@pytest.mark.parametrize("case", ["blocks", "second of two", "copies", "slots", "fork", "restore"])
+@pytest.mark.parametrize("case", ["blocks", "second of two", "copies", "slots", "fork", "restore", "start"])
 def test_without_room_nothing_changes(case: str) -> None:
     a = make(blocks=3, slots=2)
     one = a.open()
@@ -107,6 +107,8 @@ def test_without_room_nothing_changes(case: str) -> None:
         a.free(two)
         two = a.open()
         a.free(two)
+    if case == "start":
+        prefix = a.keep(one)
     before = everything(a)
     lengths = [(s.length, list(s.blocks)) for s in (one, two)]
     with pytest.raises(module.PoolFull):
@@ -120,6 +122,8 @@ def test_without_room_nothing_changes(case: str) -> None:
             a.open()
         elif case == "fork":
             a.fork(one)
+        elif case == "start":
+            a.start(prefix)
         else:
             a.restore(snapshot)
     after = everything(a)
@@ -153,13 +157,70 @@ def test_a_fork_that_wrote_into_shared_blocks_is_seen(tmp_path: pytest.TempPathF
     assert two.blocks[1] == one.blocks[1]  # the assertion above would fail
 
 
+def test_a_prefix_keeps_its_blocks_until_it_is_released() -> None:
+    a = make()
+    one = a.open()
+    grow(a, one, 300)
+    fill(a, one, 5)
+    prefix = a.keep(one)
+    grow(a, one, 1)  # into a copy: the prefix's last block is not full
+    assert one.blocks[0] == prefix.blocks[0] and one.blocks[1] != prefix.blocks[1]
+    fill(a, one, 6)
+    a.free(one)
+    two, three = a.start(prefix), a.start(prefix)
+    assert (two.length, two.drafted, two.reached) == (300, 0, 300) and two.blocks == three.blocks == prefix.blocks
+    assert all((part == 5).all() for s in (two, three) for part in a.pool.slot(s.slot))
+    assert (a.pool.block(two.blocks[1])[0] == 5).all() and [a.owners[b] for b in two.blocks] == [3, 3]
+    with pytest.raises(module.PoolFull):
+        a.move_boundary(1, 2)  # the prefix's second block would vanish
+    a.free(two)
+    a.release(prefix)
+    a.release(prefix)  # a second time gives nothing back
+    assert a.free_blocks == 4 and (a.pool.block(three.blocks[1])[0] == 5).all()
+    with pytest.raises(ValueError, match="300 tokens was released"):
+        a.start(prefix)
+    a.free(three)
+    assert a.free_blocks == 6 and a.free_slots == 3
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        ("        copy_bytes(slot, self.pool.slot(sequence.slot))\n", ""),  # blocks alone: no window, no rings
+        ("            self.owners[block] += 1\n        return blocks[:]", "            pass\n        return blocks[:]"),
+        ("tuple(part.clone() for part in self.pool.slot(sequence.slot))\n        return Prefix",
+         "self.pool.slot(sequence.slot)\n        return Prefix"),  # the slot itself, which goes on changing
+    ],
+)  # fmt: skip
+def test_a_prefix_that_is_not_kept_whole_is_seen(tmp_path: pytest.TempPathFactory, edit: tuple[str, str]) -> None:
+    a = make(source=mutant(module, tmp_path, edit))
+    one = a.open()
+    grow(a, one, 300)
+    fill(a, one, 5)
+    prefix = a.keep(one)
+    a.free(one)
+    held_now = held(a, a.start(prefix))
+    assert not all((part == 5).all() for part in held_now)
+
+
+@pytest.mark.parametrize("length", [0, 255, 256, 257])
+def test_a_prefix_holds_no_block_beyond_its_length(length: int) -> None:
+    a = make()
+    one = a.open()
+    grow(a, one, length)
+    a.reserve([one], [256])  # room for a step that has not run
+    prefix = a.keep(one)
+    assert len(prefix.blocks) == -(-length // 256)
+    assert a.start(prefix).length == length
+
+
 def test_rolling_back_gives_blocks_back_and_ends_where_rings_end() -> None:
     a = make()
     one = a.open()
     grow(a, one, 258)
     one.drafted = 258
     a.roll_back(one, 2)
-    assert (one.length, one.drafted, one.blocks) == (256, 256, [0])
+    assert (one.length, one.drafted, list(one.blocks)) == (256, 256, [0])
     assert (a.pool.block(1)[0] == POISON).all() and a.free_blocks == 5
     with pytest.raises(ValueError, match="cannot be taken back"):
         a.roll_back(one, 1)
@@ -210,44 +271,55 @@ def test_moving_the_boundary_moves_no_address() -> None:
     assert a.free_blocks == 0 and a.free_slots == 1 and same(before, bytes_of(a, one))
 
 
+def some_act(
+    a: module.Allocator, rng: random.Random, alive: dict[module.Sequence, int], kept: list[module.Prefix]
+) -> module.Sequence | None:
+    """One random request; the sequence that it made or touched."""
+    act = rng.choice(["open", "grow", "grow", "grow", "fork", "free", "back", "snapshot", "keep", "start", "release"])
+    some = rng.choice(list(alive)) if alive else None
+    if act == "release" and kept:
+        a.release(kept.pop(0))
+        return None
+    if act == "start" and kept:
+        return a.start(kept[0])
+    if some is None or act in ("open", "start", "release"):
+        return a.open()
+    if act == "free":
+        del alive[some]
+        a.free(some)
+        return None
+    if act == "fork":
+        return a.fork(some)
+    if act == "snapshot":
+        return a.restore(a.snapshot(some))
+    if act == "keep":
+        kept.append(a.keep(some))
+    elif act == "grow":
+        grow(a, some, rng.randint(1, 300))
+    else:
+        a.roll_back(some, max(0, some.length - max(0, some.reached - LOOKAHEAD)))
+    return some
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_any_history_keeps_the_books(seed: int) -> None:
     """Random requests; every sequence keeps its own bytes, owners are counted right, and nothing gets lost."""
-    a, rng, alive = make(blocks=9, slots=5), random.Random(seed), {}
-
-    def books() -> None:
-        owners = [0] * 9
-        for s in alive:
-            for b in s.blocks:
-                owners[b] += 1
-        assert owners == a.owners and a.free_blocks == owners.count(0) and a.free_slots == 5 - len(alive)
-        assert len({s.slot for s in alive}) == len(alive)
-        for b, n in enumerate(owners):
-            assert n or (a.pool.block(b)[0] == POISON).all()
-        for s, tag in alive.items():
-            assert (a.pool.slot(s.slot)[1] == tag).all()
-
+    a, rng = make(blocks=9, slots=5), random.Random(seed)
+    alive: dict[module.Sequence, int] = {}
+    kept: list[module.Prefix] = []
     for turn in range(120):
         try:
-            act = rng.choice(["open", "grow", "grow", "grow", "fork", "free", "back", "snapshot"])
-            some = rng.choice(list(alive)) if alive else None
-            if act == "open" or some is None:
-                some = a.open()
-            elif act == "grow":
-                grow(a, some, rng.randint(1, 300))
-            elif act == "fork":
-                some = a.fork(some)
-            elif act == "free":
-                del alive[some]
-                a.free(some)
-                continue
-            elif act == "back":
-                a.roll_back(some, max(0, some.length - max(0, some.reached - LOOKAHEAD)))
-            else:
-                some = a.restore(a.snapshot(some))
-            alive[some] = turn + 1
-            for part in a.pool.slot(some.slot):
-                part.fill_(turn + 1)
+            some = some_act(a, rng, alive, kept)
+            if some is not None:
+                alive[some] = turn + 1
+                for part in a.pool.slot(some.slot):
+                    part.fill_(turn + 1)
         except module.PoolFull:
             pass
-        books()
+        owners = [0] * 9
+        for b in (b for s in (*alive, *kept) for b in s.blocks):
+            owners[b] += 1
+        assert owners == a.owners and a.free_blocks == owners.count(0) and a.free_slots == 5 - len(alive)
+        assert len({s.slot for s in alive}) == len(alive)
+        assert all((a.pool.block(b)[0] == POISON).all() for b, n in enumerate(owners) if not n)
+        assert all((a.pool.slot(s.slot)[1] == tag).all() for s, tag in alive.items())

@@ -7,6 +7,7 @@ operation that does not fit raises PoolFull before it changes anything. Source: 
 from __future__ import annotations
 
 import heapq
+from array import array
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 
@@ -20,16 +21,33 @@ class PoolFull(RuntimeError):
     """There are not enough free blocks or slots."""
 
 
+def _no_blocks() -> array[int]:
+    return array("i")
+
+
 @dataclass(eq=False)
 class Sequence:
-    """One request: its slot position, its blocks in order, `length` tokens in the pool, and `drafted` tokens in the windows
-    of the drafter block. `reached` is the largest length so far: what rings no longer hold hangs on it."""
+    """One request: its slot position, its blocks in order (int32, so that a step takes them as they lie), `length` tokens in
+    the pool, and `drafted` tokens in the windows of the drafter block. `reached` is the largest length so far: what rings
+    no longer hold hangs on it."""
 
     slot: int
-    blocks: list[int] = field(default_factory=list)
+    blocks: array[int] = field(default_factory=_no_blocks)
     length: int = 0
     drafted: int = 0
     reached: int = 0
+
+
+@dataclass(eq=False)
+class Prefix:
+    """The past of a sequence that others may start from: shares of its blocks, and a copy of its slot's bytes (window and
+    rings) outside of the pool, plane by plane."""
+
+    slot: tuple[Tensor, ...]
+    blocks: array[int]
+    length: int
+    drafted: int
+    reached: int
 
 
 @dataclass(frozen=True)
@@ -87,7 +105,7 @@ class Allocator:
         for sequence, n in zip(sequences, extend, strict=True):
             for at in self._shared_tail(sequence, n):
                 sequence.blocks[at] = self._own_copy(sequence.blocks[at])
-            sequence.blocks += [self._take_block() for _ in range(self._missing(sequence, n))]
+            sequence.blocks.extend([self._take_block() for _ in range(self._missing(sequence, n))])
 
     def advance(self, sequence: Sequence, tokens: int) -> None:
         """The sequence has `tokens` more tokens in the pool."""
@@ -110,13 +128,29 @@ class Allocator:
 
     def fork(self, sequence: Sequence) -> Sequence:
         """A second sequence with the same past: blocks shared, slot copied. Raises PoolFull."""
-        twin = self.open()
-        copy_bytes(self.pool.slot(sequence.slot), self.pool.slot(twin.slot))
-        for block in sequence.blocks:
-            self.owners[block] += 1
-        twin.blocks = list(sequence.blocks)
-        twin.length, twin.drafted, twin.reached = sequence.length, sequence.drafted, sequence.reached
+        twin = self._start(sequence, self.pool.slot(sequence.slot))
+        twin.blocks = self._share(sequence.blocks)
         return twin
+
+    def keep(self, sequence: Sequence) -> Prefix:
+        """What others may start from where the sequence now ends; its blocks stay until it is released."""
+        blocks = self._share(sequence.blocks[: -(-sequence.length // BLOCK_TOKENS)])
+        slot = tuple(part.clone() for part in self.pool.slot(sequence.slot))
+        return Prefix(slot, blocks, sequence.length, sequence.drafted, sequence.reached)
+
+    def start(self, prefix: Prefix) -> Sequence:
+        """A new sequence that continues a prefix, as often as wanted. Raises PoolFull, and ValueError for one released."""
+        if len(prefix.blocks) * BLOCK_TOKENS < prefix.length:
+            raise ValueError(f"a prefix of {prefix.length} tokens was released")
+        sequence = self._start(prefix, prefix.slot)
+        sequence.blocks = self._share(prefix.blocks)
+        return sequence
+
+    def release(self, prefix: Prefix) -> None:
+        """Give the blocks of a prefix back; sequences that started from it keep theirs."""
+        for block in prefix.blocks:
+            self._drop_block(block)
+        del prefix.blocks[:]
 
     def free(self, sequence: Sequence) -> None:
         """Give everything back; the sequence must not be used again."""
@@ -124,7 +158,8 @@ class Allocator:
             self._drop_block(block)
         self._poison(self.pool.slot(sequence.slot))
         heapq.heappush(self._free_slots, self.pool.slots - 1 - sequence.slot)
-        sequence.blocks, sequence.slot = [], -1
+        del sequence.blocks[:]
+        sequence.slot = -1
 
     def snapshot(self, sequence: Sequence) -> Snapshot:
         slot = tuple(part.clone() for part in self.pool.slot(sequence.slot))
@@ -136,12 +171,10 @@ class Allocator:
         Raises PoolFull."""
         if len(snapshot.blocks) > self.free_blocks:
             raise PoolFull(f"{len(snapshot.blocks)} blocks are needed, {self.free_blocks} of {self.blocks} are free")
-        sequence = self.open()
-        copy_bytes(snapshot.slot, self.pool.slot(sequence.slot))
+        sequence = self._start(snapshot, snapshot.slot)
         for held in snapshot.blocks:
             sequence.blocks.append(self._take_block())
             copy_bytes(held, self._block(sequence.blocks[-1]))
-        sequence.length, sequence.drafted, sequence.reached = snapshot.length, snapshot.drafted, snapshot.reached
         return sequence
 
     def move_boundary(self, blocks: int, slots: int) -> None:
@@ -162,6 +195,18 @@ class Allocator:
         room = (self.pool.slots - slots) * geometry.slot_rows
         if not 0 <= slots <= self.pool.slots or blocks * geometry.envelope > room or blocks > self.index.keys.shape[1]:
             raise ValueError(f"{blocks} blocks and {slots} slots do not fit into this pool")
+
+    def _start(self, past: Sequence | Prefix | Snapshot, slot: tuple[Tensor, ...]) -> Sequence:
+        """A sequence with these bytes in its slot and the lengths of a past, still without its blocks."""
+        sequence = self.open()
+        copy_bytes(slot, self.pool.slot(sequence.slot))
+        sequence.length, sequence.drafted, sequence.reached = past.length, past.drafted, past.reached
+        return sequence
+
+    def _share(self, blocks: array[int]) -> array[int]:
+        for block in blocks:
+            self.owners[block] += 1
+        return blocks[:]
 
     def _missing(self, sequence: Sequence, extend: int) -> int:
         return max(0, -(-(sequence.length + extend) // BLOCK_TOKENS) - len(sequence.blocks))

@@ -56,18 +56,48 @@ def pad_plan(plan: Ints, rows: int) -> Ints:
     return padded
 
 
-def _picked(geometry: Geometry, kind: Kind, seen: Ints, picks: Ints | None) -> tuple[Ints, Ints, Ints]:
-    """Compressed entries that each token attends to, ascending: count per token, then token and entry of each."""
-    if kind == "csa" and picks is None and seen.max(initial=0) > geometry.config.index_topk:
+def _every_row(geometry: Geometry, kind: Kind, block_table: Ints, entries: int) -> Ints:
+    """Rows int32 [b, entries] of the first compressed entries of each sequence, in order."""
+    per_block, entry = BLOCK_TOKENS // RATIO[kind], np.arange(entries, dtype=np.int32)
+    blocks = np.asarray(block_table, np.int32).take(entry // per_block, axis=1)
+    return geometry.compress_index(blocks, entry % per_block)
+
+
+def _picked_rows(geometry: Geometry, picks: Ints, count: Ints, batch_ids: Ints, block_table: Ints) -> Ints:
+    """Rows int32 [t, k] of the first `count` picks of each token, ascending; what lies past the count is undefined."""
+    last = np.iinfo(np.int32).max
+    picks = np.sort(np.where(np.arange(picks.shape[1]) < count[:, None], picks, last), axis=1)
+    per_block = BLOCK_TOKENS // RATIO["csa"]
+    column = np.minimum(picks // per_block, block_table.shape[1] - 1)
+    blocks = np.asarray(block_table, np.int32)[batch_ids[:, None], column]
+    return geometry.compress_index(blocks, (picks % per_block).astype(np.int32))
+
+
+def _compressed(
+    geometry: Geometry, kind: Kind, seen: Ints, batch_ids: Ints, block_table: Ints, picks: Ints | int | None
+) -> tuple[Ints, Ints, Ints]:
+    """Rows int32 [n, k], and for each token which line of that holds its compressed rows, and how many they are."""
+    room = picks if RATIO[kind] else 0
+    if isinstance(room, int):
+        return np.zeros((1, room), np.int32), np.zeros_like(batch_ids), np.minimum(seen, room)
+    if picks is not None:
+        count = np.minimum(seen, min(geometry.config.index_topk, picks.shape[1]))
+        return _picked_rows(geometry, picks, count, batch_ids, block_table), np.arange(len(seen)), count
+    if kind == "csa" and seen.max(initial=0) > geometry.config.index_topk:
         raise ValueError(f"{seen.max()} visible CSA rows, more than top-{geometry.config.index_topk}, and no picks")
-    if picks is None:
-        token, entry = _runs(seen)
-        return seen, token, entry
-    count = np.minimum(seen, min(geometry.config.index_topk, picks.shape[1]))
-    token, j = _runs(count)
-    valid = np.arange(picks.shape[1]) < count[:, None]  # what lies past the count is undefined
-    ascending = np.sort(np.where(valid, picks, np.iinfo(np.int32).max), axis=1)
-    return count, token, ascending[token, j]
+    return _every_row(geometry, kind, block_table, int(seen.max(initial=0))), batch_ids, seen
+
+
+def _window_rows(
+    geometry: Geometry, kind: Kind, positions: Ints, batch_ids: Ints, slots: Ints, step: tuple[Ints, Ints] | None
+) -> Ints:
+    """Rows int32 [t, window] of the last positions of each token, its own at the end; before position 0 undefined."""
+    at = positions[:, None] - np.arange(geometry.config.sliding_window)[::-1]
+    rows = geometry.window_index(kind, np.asarray(slots, np.int64)[batch_ids, None], at)
+    if step is not None:
+        first, start = (np.asarray(x, np.int64)[batch_ids, None] for x in step)
+        rows = np.where(at >= start, start - 1 - first - at, rows)
+    return rows.astype(np.int32)
 
 
 def attention_lists(
@@ -77,38 +107,26 @@ def attention_lists(
     batch_ids: Ints,
     slots: Ints,
     block_table: Ints,
-    picks: Ints | None = None,
+    picks: Ints | int | None = None,
     step: tuple[Ints, Ints] | None = None,
 ) -> tuple[Ints, Ints]:
     """Rows each token attends to, as CSR: indices int32, relative to the base of any layer of the kind, and indptr
     int32 [t+1]. One token's slice is [compressed rows ascending | window rows ascending].
 
     positions, batch_ids [t] (-1 = padding, an empty slice); slots [b] slot positions; block_table [b, blocks]; picks
-    [t, k] chosen CSA entries in any order, of which the first min(visible, top-k) count. Every token sees
-    (position+1)//ratio compressed rows, also inside a verify step.
+    [t, k] chosen CSA entries in any order, of which the first min(visible, top-k) count, or only their number k: then
+    zeros keep their place. Every token sees (position+1)//ratio compressed rows, also inside a verify step.
 
     step: number of the first token of each sequence in this step, and its position, both [b]. With it, a window row that
     this step brings is no row of the pool: row r of the step's payload stands as -1 - r.
     """
     positions, batch_ids = np.asarray(positions, np.int64), np.asarray(batch_ids, np.int64)
-    live = batch_ids >= 0
+    live, ratio = batch_ids >= 0, RATIO[kind]
     windows = np.where(live, np.minimum(positions + 1, geometry.config.sliding_window), 0)
-    ratio = RATIO[kind]
     seen = np.where(live, visible(positions, ratio), 0) if ratio else np.zeros_like(windows)
-    count, c_token, entry = _picked(geometry, kind, seen, picks)
-    indptr = np.concatenate([[0], np.cumsum(count + windows)])
-    indices = np.empty(indptr[-1], np.int32)
-
-    if ratio:
-        per_block = BLOCK_TOKENS // ratio
-        block = np.asarray(block_table)[batch_ids[c_token], entry // per_block]
-        place = _runs(count)[1] + indptr[c_token]
-        indices[place] = geometry.compress_index(block.astype(np.int64), entry % per_block)
-    token, j = _runs(windows)
-    window_position = positions[token] - windows[token] + 1 + j
-    rows = geometry.window_index(kind, np.asarray(slots, np.int64)[batch_ids[token]], window_position)
-    if step is not None:
-        first, start = (np.asarray(x, np.int64)[batch_ids[token]] for x in step)
-        rows = np.where(window_position >= start, -1 - (first + window_position - start), rows)
-    indices[indptr[token] + count[token] + j] = rows
-    return indices, indptr.astype(np.int32)
+    rows, at, count = _compressed(geometry, kind, seen, batch_ids, block_table, picks)
+    recent = _window_rows(geometry, kind, positions, batch_ids, slots, step)
+    own = zip(at.tolist(), count.tolist(), recent, windows.tolist(), strict=True)
+    slices = [part for line, n, last, w in own for part in (rows[line, :n], last[len(last) - w :])]
+    indptr = np.concatenate([[0], np.cumsum(count + windows)]).astype(np.int32)
+    return np.concatenate([np.empty(0, np.int32), *slices]), indptr
