@@ -102,15 +102,15 @@ class Engine:
         """Streams [t, s, D] of any tokens -> float32 [t, vocab]."""
         return self._logits(x, self.weights.head())
 
-    def draft_logits(self, x: Tensor, next_tokens: Many[Tensor], sequences: Many[Sequence]) -> Tensor:
-        """Streams [t, s, D] of `step` and the token after each -> logits [t, vocab] for the token after that.
+    def draft(self, x: Tensor, next_tokens: Many[Tensor], sequences: Many[Sequence]) -> Tensor:
+        """Streams [t, s, D] of `step` and the token after each through MTP -> its streams [t, s, D].
 
-        The MTP block continues at position `drafted` of each sequence. Raises BadInput as `step`, and for tokens that the
-        model itself has not seen.
+        The MTP block continues at position `drafted` of each sequence. Its own streams, with tokens that it drafted, take it
+        `lookahead - 1` positions past what the model has seen. Raises BadInput as `step`, and for positions further on.
         """
         self._check(next_tokens, sequences)
         for b, (ids, s) in enumerate(zip(next_tokens, sequences, strict=True)):
-            if s.drafted + len(ids) > s.length:
+            if s.drafted + len(ids) > s.length + max(0, self.geometry.lookahead - 1):
                 raise BadInput(f"sequence {b} has {s.length} tokens; MTP cannot run to {s.drafted + len(ids)}")
         mtp, last = self.weights.mtp(), self.config.num_hidden_layers
         starts = [s.drafted for s in sequences]
@@ -120,7 +120,11 @@ class Engine:
         x = block(x, mtp.layer, last, plan, self.memory, self.weights)
         for ids, sequence in zip(next_tokens, sequences, strict=True):
             sequence.drafted += len(ids)
-        return self._logits(x, mtp.head)
+        return x
+
+    def draft_logits(self, x: Tensor) -> Tensor:
+        """Streams [t, s, D] of `draft` -> float32 [t, vocab], for the token after the next."""
+        return self._logits(x, self.weights.mtp().head)
 
     def _logits(self, x: Tensor, w: HeadWeights) -> Tensor:
         eps = self.config.rms_norm_eps

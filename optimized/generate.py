@@ -13,6 +13,7 @@ from torch import Tensor
 from reference.errors import BadInput
 
 from .engine import Engine
+from .pool.allocator import Sequence
 
 Choose = Callable[[Tensor], int]
 
@@ -42,34 +43,47 @@ def generate(
         engine.allocator.free(sequence)
 
 
-def speculate(engine: Engine, prompt: Tensor, max_new_tokens: int) -> Iterator[list[int]]:
-    """The tokens of greedy `generate`, step by step: one, or two where the draft was right.
+def speculate(engine: Engine, prompt: Tensor, max_new_tokens: int, drafts: int = 1) -> Iterator[list[int]]:
+    """The tokens of greedy `generate`, step by step: one, and one more for each leading draft that was right.
 
-    MTP drafts the token after the next one; a step verifies both, and a wrong draft is taken back. Raises BadInput for an
-    engine without lookahead.
+    MTP drafts up to `drafts` tokens, the later ones on its own streams; a step verifies them all, and what follows the first
+    wrong one is taken back. Raises BadInput for an engine with less lookahead.
     """
-    if not engine.geometry.lookahead:
-        raise BadInput("drafts have to be taken back: the engine needs a lookahead of 1")
-    sequence = engine.allocator.open()
+    if not 0 < drafts <= engine.geometry.lookahead:
+        raise BadInput(f"drafts have to be taken back: {drafts} of them need a lookahead of {max(1, drafts)}")
+    sequence, left = engine.allocator.open(), max_new_tokens
     try:
         x = engine.step([prompt], [sequence])
         made = [greedy(engine.logits(x[-1:])[0])]
         after = torch.cat([prompt[1:], torch.tensor(made)])  # the token after each one that MTP has not seen
-        count = 0
         while True:
-            made = made[: max_new_tokens - count]
-            if engine.config.eos_token_id in made:
-                made = made[: made.index(engine.config.eos_token_id) + 1]
-            count += len(made)
+            made = _up_to(made[:left], engine.config.eos_token_id)
+            left -= len(made)
             yield made
-            if made[-1] == engine.config.eos_token_id or count == max_new_tokens:
+            if made[-1] == engine.config.eos_token_id or not left:
                 return
-            draft = greedy(engine.draft_logits(x, [after], [sequence])[-1])
-            x = engine.step([torch.tensor([made[-1], draft])], [sequence])
+            guesses = _draft(engine, x, after, sequence, min(drafts, left - 1))
+            x = engine.step([torch.tensor([made[-1], *guesses])], [sequence])
             made = [greedy(row) for row in engine.logits(x)]
-            if made[0] != draft:
-                engine.allocator.roll_back(sequence, 1)
-                made, x = made[:1], x[:1]
+            right = next((i for i, guess in enumerate(guesses) if guess != made[i]), len(guesses))
+            engine.allocator.roll_back(sequence, len(guesses) - right)
+            made, x = made[: right + 1], x[: right + 1]
             after = torch.tensor(made)
     finally:
         engine.allocator.free(sequence)
+
+
+def _draft(engine: Engine, x: Tensor, after: Tensor, sequence: Sequence, count: int) -> list[int]:
+    """Guesses at the `count` tokens after the last of `after`; what MTP saw of its own streams it will see again as the
+    model's."""
+    guesses: list[int] = []
+    for _ in range(count):
+        x = engine.draft(x, [after], [sequence])[-1:]
+        guesses.append(greedy(engine.draft_logits(x)[0]))
+        after = torch.tensor(guesses[-1:])
+    sequence.drafted = sequence.length
+    return guesses
+
+
+def _up_to(tokens: list[int], last: int) -> list[int]:
+    return tokens[: tokens.index(last) + 1] if last in tokens else tokens

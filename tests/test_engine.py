@@ -54,7 +54,8 @@ def one_shot(request: pytest.FixtureRequest) -> OneShot:
     x = engine.step([TOKENS], [sequence], lambda _, streams: layers.append(streams))
     logits = engine.logits(x)
     left = left_behind(engine, sequence)
-    return OneShot(engine, layers, logits, engine.draft_logits(x[:-1], [TOKENS[1:]], [sequence]), left)
+    drafts = engine.draft_logits(engine.draft(x[:-1], [TOKENS[1:]], [sequence]))
+    return OneShot(engine, layers, logits, drafts, left)
 
 
 def name_of(engine: Engine) -> str:
@@ -111,9 +112,9 @@ def test_bits_depend_neither_on_the_schedule_nor_on_company(one_shot: OneShot) -
     streams = torch.cat(parts)
     assert equal([engine.logits(streams[:7]), engine.logits(streams[7:])], one_shot.logits.split([7, 13]))
     assert equal(left_behind(engine, sequence), one_shot.left)
-    drafts = [engine.draft_logits(streams[:9], [TOKENS[1:10]], [sequence])]
-    drafts.append(engine.draft_logits(streams[9:19], [TOKENS[10:]], [sequence]))
-    assert equal(drafts, one_shot.drafts.split([9, 10]))
+    drafts = [engine.draft(streams[:9], [TOKENS[1:10]], [sequence])]
+    drafts.append(engine.draft(streams[9:19], [TOKENS[10:]], [sequence]))
+    assert equal([engine.draft_logits(torch.cat(drafts))], [one_shot.drafts])
     engine.allocator.free(sequence)
     engine.allocator.free(other)
 
@@ -148,8 +149,8 @@ def test_a_step_that_is_refused_changes_nothing(one_shot: OneShot) -> None:
             engine.step(tokens, sequences)
     with pytest.raises(PoolFull):
         engine.step([ids(256 * 5)], [sequence])
-    with pytest.raises(BadInput, match="MTP cannot run to 1"):
-        engine.draft_logits(one_shot.layers[-1][:1], [ids(1)], [sequence])
+    with pytest.raises(BadInput, match="MTP cannot run to 2"):  # one past nothing: LOOKAHEAD - 1 drafts on its own streams
+        engine.draft(one_shot.layers[-1][:2], [ids(2)], [sequence])
     assert equal(before, (engine.memory.pool.memory, engine.memory.index.memory)) and sequence.length == 0
     engine.allocator.free(sequence)
 

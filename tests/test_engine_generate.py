@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from optimized import generate as module
 from optimized.engine import Engine
 from optimized.generate import generate, speculate
+from optimized.pool.allocator import Sequence
 from parity.cli import main
 from reference.checkpoint.procedural import ProceduralStore
 from reference.errors import BadInput
@@ -32,7 +33,7 @@ NEW = 6
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    return Engine(STORE, blocks=2, slots=2, lookahead=1)
+    return Engine(STORE, blocks=2, slots=2, lookahead=3)
 
 
 @pytest.fixture(scope="module")
@@ -42,29 +43,51 @@ def plain(engine: Engine) -> list[int]:
     return made
 
 
-@pytest.mark.parametrize("right", ["always", "sometimes"])
+@pytest.mark.parametrize(
+    ("drafts", "right", "lengths"),
+    [
+        (1, {1, 3, 5}, [1, 2, 2, 1]),
+        (3, {1, 2, 5}, [1, 3, 1, 1]),  # two of three, none of the one that still fits, none needed for the last
+    ],
+)
 def test_speculation_gives_the_tokens_of_plain_decoding(
-    engine: Engine, plain: list[int], right: str, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, plain: list[int], drafts: int, right: set[int], lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Drafts that are right, and mostly wrong: a wrong one is taken back and must leave no trace in what follows."""
-    position = {"at": 0}
+    """Drafts of the new tokens in `right` are bent to be right, all others to be wrong: these must leave no trace."""
+    drafted: list[int] = []
 
-    def guess(x: torch.Tensor, after: list[torch.Tensor], sequences: list[object]) -> torch.Tensor:
-        bent = original(x, after, sequences)
-        position["at"] += len(after[0])
-        at = position["at"] - len(PROMPT) + 1  # the number of the drafted token among the new ones
-        want = right == "always" or (right == "sometimes" and at == 3)
-        token = plain[at] if at < NEW else 0
-        bent[-1, token if want else (token + 1) % CONFIG.vocab_size] = torch.inf
+    def draft(x: torch.Tensor, after: list[torch.Tensor], sequences: list[Sequence]) -> torch.Tensor:
+        streams = original[0](x, after, sequences)
+        drafted.append(sequences[0].drafted - len(PROMPT) + 1)  # number of the guess among the new tokens
+        return streams
+
+    def guess(x: torch.Tensor) -> torch.Tensor:
+        bent, at = original[1](x), drafted[-1]
+        bent[-1, plain[at] if at in right else (plain[at] + 1) % CONFIG.vocab_size] = torch.inf
         return bent
 
-    original = engine.draft_logits
+    original = engine.draft, engine.draft_logits
+    monkeypatch.setattr(engine, "draft", draft)
     monkeypatch.setattr(engine, "draft_logits", guess)
-    steps = list(speculate(engine, PROMPT, NEW))
+    steps = list(speculate(engine, PROMPT, NEW, drafts))
     assert [token for step in steps for token in step] == plain
-    accepted = sum(len(step) == 2 for step in steps)
-    assert accepted == {"always": 2, "sometimes": 1}[right]
+    assert [len(step) for step in steps] == lengths
     assert engine.allocator.free_slots == 2 and engine.allocator.free_blocks == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", ["pool-fp8", "pool-bf16"])
+def test_speculation_with_drafts_that_nobody_bent(build: str) -> None:
+    """A dozen words, of which the drafter guesses some: plain tokens for one, two and three drafts."""
+    config = replace(CONFIG, vocab_size=12, eos_token_id=99)
+    engine = Engine(ProceduralStore(config, seed=9), build, blocks=1, slots=1, lookahead=3)
+    prompt = torch.tensor([2, 0, 1, 1, 0, 2])
+    plain = list(generate(engine, prompt, 14))
+    for drafts in (1, 2, 3):
+        steps = list(speculate(engine, prompt, 14, drafts))
+        assert [token for step in steps for token in step] == plain
+        accepted = sum(len(step) - 1 for step in steps)
+        assert 0 < accepted < drafts * (len(steps) - 2)
 
 
 def test_a_draft_that_is_not_taken_back_is_seen(
@@ -87,6 +110,8 @@ def test_speculation_needs_a_lookahead() -> None:
     steps: Iterator[list[int]] = speculate(Engine(STORE, blocks=1, slots=1), PROMPT, 2)
     with pytest.raises(BadInput, match="lookahead of 1"):
         next(steps)
+    with pytest.raises(BadInput, match="lookahead of 3"):
+        next(speculate(Engine(STORE, blocks=1, slots=1, lookahead=2), PROMPT, 2, drafts=3))
     assert module.greedy(torch.tensor([1.0, 3.0, 3.0])) == 1
 
 

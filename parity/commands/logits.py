@@ -112,7 +112,11 @@ def steps_of(model: Model | Engine, on_layer: OnLayer | None) -> tuple[Step, Dra
         state, drafter = SequenceState(), SequenceState()
         return lambda ids: model.forward([ids], [state], on_layer), lambda x, ids: model.mtp_logits(x, [ids], [drafter])
     sequence = model.allocator.open()
-    return lambda ids: model.step([ids], [sequence], on_layer), lambda x, ids: model.draft_logits(x, [ids], [sequence])
+
+    def draft(x: Tensor, ids: Tensor) -> Tensor:
+        return model.draft_logits(model.draft(x, [ids], [sequence]))
+
+    return lambda ids: model.step([ids], [sequence], on_layer), draft
 
 
 def save(tensors: dict[str, Tensor], path: Path) -> None:
