@@ -87,3 +87,17 @@ def _line(axes: Axes, values: Mapping[tuple[str, str, str], float | None], phase
         if value and math.isfinite(value):
             points.append((f"{axes.x(layer):.1f}", f"{axes.y(math.log10(value)):.1f}", layer, value))
     return {"curve": curve, "points": " ".join(f"{x},{y}" for x, y, *_ in points), "dots": points}
+
+
+def choices(drift: Sequence[Record]) -> list[dict[str, Any]]:
+    """Experts and index entries that the two sides of a curve chose differently: one row a curve, phase and kind of choice,
+    with the mean share over layers, the largest and its layer."""
+    found: dict[tuple[str, str, str], list[tuple[float, str]]] = {}
+    for r in drift:
+        for name, value in r.get("flips", {}).items():
+            found.setdefault((r["curve"], r["phase"], name), []).append((value, r["layer_id"]))
+    return [
+        {"curve": curve, "phase": phase, "choice": name, "mean": sum(v for v, _ in shares) / len(shares),
+         "largest": max(shares)[0], "at": max(shares)[1]}
+        for (curve, phase, name), shares in sorted(found.items())
+    ]  # fmt: skip

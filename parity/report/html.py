@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, select_autoescape
 
 from ..records import write_bytes
-from .curves import panels
+from .curves import choices, panels
 from .terminal import failures, place, reproduce, scientific, share
 
 Record = Mapping[str, Any]
@@ -34,7 +34,8 @@ def render(records: Sequence[Record]) -> str:
     return environment.get_template("report.html.j2").render(
         run=run, summary=records[-1], failures=failures(records), most=MOST, closest=closest(verdicts),
         reproduce=partial(reproduce, run), missing=missing(records), heat=heatmap(run, verdicts),
-        panels=panels(_of(records, "drift")), flips=flips(verdicts), data=data(run, verdicts),
+        panels=panels(_of(records, "drift")), choices=choices(_of(records, "drift")), logits=_of(records, "logits"),
+        broken=[r for r in _of(records, "drift") if r.get("error")], flips=flips(verdicts), data=data(run, verdicts),
     )  # fmt: skip
 
 
