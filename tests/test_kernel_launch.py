@@ -60,41 +60,6 @@ def test_power_of_two_is_the_next_one(n):
     assert power & (power - 1) == 0 and power // 2 < n <= power
 
 
-NARROW = """
-import importlib.util, sys
-from pathlib import Path
-import torch
-import optimized.kernels.decode_attention as file
-source = Path(file.__file__).read_text()
-wide, narrow = "other=0).to(tl.int64)", "other=0)"
-assert source.count(wide) == 1
-path = Path(sys.argv[1])
-path.write_text(source.replace(wide, narrow if sys.argv[2] == "narrow" else wide))
-spec = importlib.util.spec_from_file_location("optimized.kernels.planted", path)
-planted = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(planted)
-far, stride = 600_000, 4096
-nope = torch.empty(far + 16, stride, dtype=torch.uint8)[:, :512]
-rope = torch.empty(far + 16, 64, dtype=torch.bfloat16)
-nope[far:], rope[far:] = 0x38, 1.0
-nope[far:, 448:462] = 127
-rows, ends = torch.arange(far, far + 16, dtype=torch.int32), torch.tensor([0, 16], dtype=torch.int32)
-q = torch.ones(1, 8, 512).bfloat16()
-out = planted.decode_attention(q, nope, rope, rows, ends, torch.full((8,), -1e9), scale=1.0)
-assert (out == 1).all()
-"""
-
-
-@pytest.mark.parametrize(("width", "survives"), [("wide", True), ("narrow", False)])
-def test_a_32_bit_row_address_does_not_survive(tmp_path, width, survives):
-    """Rows past 2 GiB: the kernel as it is reads them; without the widening it fails or reads elsewhere. In a process of
-    its own, which a wrapped address may kill."""
-    path = tmp_path / "planted.py"
-    clean = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", NARROW, str(path), width], env=clean, capture_output=True, text=True)
-    assert (done.returncode == 0) == survives, done.stderr
-
-
 BITS = """
 import hashlib, torch
 import optimized.kernels.interpreter as fast

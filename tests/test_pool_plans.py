@@ -109,6 +109,12 @@ def test_planted_mistakes_in_the_lists_are_seen(tmp_path, kind, edit):
     assert (indices.tolist(), indptr.tolist()) != (want, ptr)
 
 
+def test_the_largest_block_that_row_numbers_reach():
+    g, zero, last = Geometry(preset("v4-pro")), np.array([0]), (2**31 - 1) // 1982
+    indices, _ = plans.attention_lists(g, "hca", np.array([255]), zero, zero, np.array([[last]]))
+    assert indices[:2].tolist() == [1982 * last, 1982 * last + 1]
+
+
 def test_lists_need_picks_once_rows_are_dropped():
     g = Geometry(preset("mini"))
     table, slots, zero = np.zeros((1, 1), int), np.array([3]), np.array([0])
