@@ -17,7 +17,7 @@ from ..budget import codes as code_rules
 from ..budget.bounded import ACCUMULATE, Arithmetic
 from ..judge import AXES, Bytes, Codes, Dense, Expected, MismatchedShape, Places, Stored, Verdict, judge
 from ..ops import BY_NAME
-from ..twins import Expectation
+from ..twins import Expectation, Expectations
 from .drawing import Inputs
 from .given import GivenStep, given_step, indexing_tables, split_tables
 
@@ -72,6 +72,20 @@ def judge_outputs(inputs: Inputs, outputs: Outputs, how: Arithmetic = ACCUMULATE
 
     Raises BadInput for a missing or unknown output, and for one of another shape or a coarser dtype than the twin's.
     """
+    _, stored, expected = prepared(inputs, outputs, how)
+    try:
+        verdicts = tuple(judge(name, stored[name], e.expected, how, e.places) for name, e in expected.items())
+    except MismatchedShape as error:
+        raise BadInput(f"output {error}") from None
+    worst = {v.output: _worst(v, stored[v.output], expected[v.output].expected) for v in verdicts}
+    kind = inputs.config.kind(inputs.layer)
+    absent = tuple(name for name in inputs.contract.outputs if name not in outputs)
+    shown = {name: w for name, w in worst.items() if w is not None}
+    return OpVerdict(inputs.op, inputs.layer, kind, inputs.phase, how, verdicts, shown, absent)
+
+
+def prepared(inputs: Inputs, outputs: Outputs, how: Arithmetic) -> tuple[GivenStep, dict[str, Stored], Expectations]:
+    """The step behind the inputs, what is stored and what is expected, both as a verdict compares them. Raises BadInput."""
     c, op = inputs.contract, BY_NAME[inputs.op]
     unknown = [name for name in outputs if name not in c.outputs]
     missing = [name for name in c.outputs if name not in outputs and name not in c.optional]
@@ -81,20 +95,12 @@ def judge_outputs(inputs: Inputs, outputs: Outputs, how: Arithmetic = ACCUMULATE
     step = given_step(inputs, how)
     stored = _as_candidates_store(step, dict(outputs))
     assert op.twin is not None
-    try:
-        expected = {name: e for name, e in op.twin(step, inputs.op, stored).items() if name in stored}
-        for name in (n for n in expected if n.startswith(CHOICES)):
-            expected[name], stored[name] = _in_any_order(expected[name], stored[name])
-        forms = {name: _in_stored_form(e, stored[name], name) for name, e in expected.items()}
-        places = {name: _ours_apart(e.places) for name, e in expected.items()}
-        verdicts = tuple(judge(name, stored[name], form, how, places[name]) for name, form in forms.items())
-    except MismatchedShape as error:
-        raise BadInput(f"output {error}") from None
-    worst = {v.output: _worst(v, stored[v.output], forms[v.output]) for v in verdicts}
-    kind = inputs.config.kind(inputs.layer)
-    absent = tuple(name for name in c.outputs if name not in outputs)
-    shown = {name: w for name, w in worst.items() if w is not None}
-    return OpVerdict(inputs.op, inputs.layer, kind, inputs.phase, how, verdicts, shown, absent)
+    expected = {name: e for name, e in op.twin(step, inputs.op, stored).items() if name in stored}
+    for name, e in expected.items():
+        if name.startswith(CHOICES):
+            e, stored[name] = _in_any_order(e, stored[name])
+        expected[name] = Expectation(_in_stored_form(e, stored[name], name), _ours_apart(e.places))
+    return step, stored, expected
 
 
 def _as_candidates_store(step: GivenStep, outputs: dict[str, Stored]) -> dict[str, Stored]:
