@@ -211,12 +211,14 @@ def test_what_was_not_run_is_grouped_by_reason():
 
 
 def test_flips_count_all_elements_of_an_output_that_has_any():
-    def verdict(*outputs):
-        return {"outputs": [dict(zip(("output", "storage", "flips", "elements"), o, strict=True)) for o in outputs]}
+    def verdict(op, *outputs):
+        return {"op": op, "outputs": [dict(zip(("output", "storage", "flips", "elements"), o, strict=True)) for o in outputs]}
 
-    found = flips([verdict(("a", "bf16", 0, 60), ("b", "bf16", 0, 5)), verdict(("a", "bf16", 3, 40), ("a", "e4m3", 2, 4))])
-    counts = [(f["storage"], f["flips"], f["elements"], f["share"]) for f in found]
-    assert counts == [("e4m3", 2, 4, 0.5), ("bf16", 3, 100, 0.03)]
+    found = flips([verdict("x", ("a", "bf16", 0, 60), ("b", "bf16", 0, 5)),
+                   verdict("x", ("a", "bf16", 3, 40), ("a", "e4m3", 2, 4)),
+                   verdict("y", ("a", "bf16", 0, 7), ("b", "none", 0, 0))])  # fmt: skip
+    counts = [(f["op"], f["output"], f["storage"], f["flips"], f["elements"], f["share"]) for f in found]
+    assert counts == [("x", "a", "e4m3", 2, 4, 0.5), ("x", "a", "bf16", 3, 100, 0.03)]
     assert [percent(x) for x in (0.5, 0.1, 0.0999, 0.03, 1e-7)] == ["50 %", "10 %", "10 %", "3 %", "1e-05 %"]
 
 
@@ -249,9 +251,9 @@ def test_what_else_drift_records_hold_is_shown(clean):
     def share(layer, curve, experts):
         return drift(layer, 0.1, curve=curve, flips={"experts": experts})
 
-    found = curves.choices([share("layer_00", "free", 0.1), share("layer_01", "free", 0.3), share("layer_00", "forced", 0.0)])
+    found = curves.choices([share("layer_00", "free", 0.1), share("layer_00", "forced", 0.0), share("layer_01", "free", 0.3)])
     assert [(c["curve"], c["mean"], c["largest"], c["at"]) for c in found] == [
-        ("forced", 0.0, 0.0, "layer_00"), ("free", 0.2, 0.3, "layer_01")
+        ("free", 0.2, 0.3, "layer_01"), ("forced", 0.0, 0.0, "layer_00")
     ]  # fmt: skip
     logits = {"record": "logits", "layer_id": "layer_04", "phase": "decode", "curve": "free", "relative_l2": 0.02,
               "kl_mean": 3.1e-4, "kl_p99": 4.2e-4, "kl_max": None, "top1": 0.875, "overlap": 1.0, "k": 10,

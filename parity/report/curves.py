@@ -99,5 +99,5 @@ def choices(drift: Sequence[Record]) -> list[dict[str, Any]]:
     return [
         {"curve": curve, "phase": phase, "choice": name, "mean": sum(v for v, _ in shares) / len(shares),
          "largest": max(shares)[0], "at": max(shares)[1]}
-        for (curve, phase, name), shares in sorted(found.items())
+        for (curve, phase, name), shares in found.items()
     ]  # fmt: skip

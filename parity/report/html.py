@@ -98,16 +98,14 @@ def step(used: float) -> int:
 
 def flips(verdicts: Sequence[Record]) -> list[dict[str, Any]]:
     """Outputs with legal flips, over layers and phases: how many of how many, the largest share first."""
-    found: dict[tuple[str, str], list[int]] = {}
+    found: dict[tuple[str, str, str], list[int]] = {}
     for r in verdicts:
-        for o in (o for o in r["outputs"] if o["flips"]):
-            count = found.setdefault((o["output"], o["storage"]), [0, 0])
+        for o in r["outputs"]:
+            count = found.setdefault((r["op"], o["output"], o["storage"]), [0, 0])
             count[0] += o["flips"]
-    for r in verdicts:
-        for o in (o for o in r["outputs"] if (o["output"], o["storage"]) in found):
-            found[o["output"], o["storage"]][1] += o["elements"]
-    rows = [{"output": name, "storage": storage, "flips": n, "elements": total, "share": n / max(1, total)}
-            for (name, storage), (n, total) in found.items()]  # fmt: skip
+            count[1] += o["elements"]
+    rows = [{"op": op, "output": name, "storage": storage, "flips": n, "elements": total, "share": n / total}
+            for (op, name, storage), (n, total) in found.items() if n]  # fmt: skip
     return sorted(rows, key=lambda row: -row["share"])
 
 
