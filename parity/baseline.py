@@ -1,7 +1,7 @@
 """Pinned drift: what a build's figures are, how much they vary from seed to seed, and which of them have moved.
 
-A figure is an output's relative L2 in one kind of layer, an op's share of the budget, or how far rounding has taken the streams
-behind a layer. Source: docs/ci.md §3.
+A figure is an output's relative L2 in one kind of layer, an op's share of the budget, or how far the streams behind a layer,
+or the logits, are from the truth's or the twin's. Source: docs/ci.md §3.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ UNIT = 2.0**-24  # float32's own rounding: a distance far below it is one of few
 SUMS = 2.0**-24  # a norm over 2**29 elements, summed in float64 in another order
 FLIPPED_ROWS = 2 / LAMBDA  # the test of bias at four rows that were rounded the other way: a share too small to speak
 SAME = ("model", "config_sha256", "accumulate", "engine", "streams", "layers", "phases", "lengths", "start_pos", "ids")
+CURVES, ROUNDING = ("drift", "logits"), "rounding"  # records of a distance behind a layer; the curve that every run has
 Key = tuple[str, str, str, str]  # metric, op, output, where
 
 
@@ -88,8 +89,9 @@ def figures(records: Iterable[Record]) -> dict[Key, float]:
     squares: dict[Key, list[float]] = {}
     budgets: dict[Key, list[float]] = {}
     for r in records:
-        if r["record"] == "drift":
-            squares.setdefault(("relative_l2", "drift", r["layer_id"], ""), []).append(_number(r["relative_l2"]) ** 2)
+        if r["record"] in CURVES:
+            key = ("relative_l2", f"{r['record']} {r.get('curve', ROUNDING)}", r["layer_id"], "")
+            squares.setdefault(key, []).append(_number(r["relative_l2"]) ** 2)
         if r["record"] != "verdict":
             continue
         budgets.setdefault(("budget_used", r["op"], "", ""), []).append(_number(r["budget_used"]))
@@ -149,8 +151,10 @@ def _moves(baseline: Baseline, now: Mapping[Key, float]) -> list[Move]:
 
 def lost(baseline: Baseline, records: Sequence[Record]) -> list[Figure]:
     """Figures of the run's ops that it does not have."""
-    now, asked = figures(records), {*records[0]["ops"], "drift"}
-    return [f for f in baseline.figures if f.op in asked and _key(f) not in now]
+    now, header = figures(records), records[0]
+    asked = {*header["ops"], f"{CURVES[0]} {ROUNDING}"}
+    whole = CURVES if header.get("drift") else ()
+    return [f for f in baseline.figures if (f.op in asked or f.op.startswith(whole)) and _key(f) not in now]
 
 
 def _key(f: Figure) -> Key:

@@ -93,7 +93,7 @@ class Journal:
             if hashlib.sha256(payload).hexdigest() != _read(self._state(f"{layer}.json")).get("streams"):
                 raise BadInput(f"{path}: not the streams that {layer}.json speaks of")
             return _parted(load(payload))
-        except (FileNotFoundError, SafetensorError) as error:
+        except (FileNotFoundError, SafetensorError, KeyError) as error:
             raise BadInput(f"{path}: not readable: {error}") from None
 
     def close(self) -> None:

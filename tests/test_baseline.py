@@ -58,7 +58,7 @@ def test_a_figure_is_pinned_with_median_spread_and_freedom(pinned):
     figure = of["relative_l2", "op3", "csa"]
     assert math.isclose(math.log(figure.median), float(np.median(values)), rel_tol=baseline.SUMS)
     assert figure.freedom == 3 * 7 and 0.05 < figure.spread < 0.2
-    assert of["budget_used", "op3", ""].freedom == 7 and of["relative_l2", "drift", ""].freedom == 7
+    assert of["budget_used", "op3", ""].freedom == 7 and of["relative_l2", "drift rounding", ""].freedom == 7
     assert of["relative_l2", "exact", "csa"].spread == 0
 
 
@@ -122,6 +122,23 @@ def test_a_lost_figure_is_missed_unless_its_op_was_not_asked_for(pinned):
     assert {(f.op, f.where) for f in baseline.lost(pinned, kept)} == {("op7", "csa")}
     kept[0] = {**kept[0], "ops": [op for op in kept[0]["ops"] if op != "op7"]}
     assert baseline.lost(pinned, kept) == []
+
+
+def test_a_lost_curve_is_missed_where_whole_layers_ran():
+    """Rounding's own drift is in every run; the candidate's only where it was asked for."""
+
+    def run(seed: int, *without: str, drift: bool) -> list[records.Record]:
+        said = made(seed)
+        said[0]["drift"] = drift
+        free = [{"record": name, "curve": "free", "layer_id": "layer_00", "relative_l2": 0.01} for name in ("drift", "logits")]
+        kept = [*said[:-1], *free]
+        return [*(r for r in kept if f"{r['record']} {r.get('curve', 'rounding')}" not in without), said[-1]]
+
+    pinned = baseline.measure([run(seed, drift=True) for seed in range(4)])
+    for lost in ("drift free", "logits free", "drift rounding"):
+        assert [f.op for f in baseline.lost(pinned, run(9, lost, drift=True))] == [lost]
+    assert baseline.lost(pinned, run(9, "drift free", "logits free", drift=False)) == []
+    assert len(baseline.lost(pinned, run(9, "drift rounding", drift=False))) == 1
 
 
 @pytest.mark.parametrize("field", [*baseline.SAME, "profile"])
