@@ -86,16 +86,16 @@ def add_arithmetic(parser: argparse.ArgumentParser) -> None:
                         help="bytes of weights kept between uses; a larger model is streamed (default 8GiB)")  # fmt: skip
 
 
-def add_engine(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--engine", choices=["reference", "optimized"], default="reference",
+def add_engine(parser: argparse.ArgumentParser, both: bool = False) -> None:
+    parser.add_argument("--engine", choices=["reference", "optimized", *["both"] * both], default="reference",
                         help="who computes: the reference (default), or the kernels on a paged pool, which follow the "
-                        "profiles pool-fp8 and pool-bf16 and no --dtype")  # fmt: skip
+                        "profiles pool-fp8 and pool-bf16 and no --dtype" + ("; or both" if both else ""))  # fmt: skip
 
 
 def wrong_engine(args: argparse.Namespace) -> bool:
     """Whether the engine asked for cannot follow the profile; says so."""
-    if args.engine == "optimized" and args.profile not in ("pool-fp8", "pool-bf16"):
-        print(f"error: --engine optimized needs --profile pool-fp8 or pool-bf16, not {args.profile}", file=sys.stderr)
+    if args.engine != "reference" and args.profile not in ("pool-fp8", "pool-bf16"):
+        print(f"error: --engine {args.engine} needs --profile pool-fp8 or pool-bf16, not {args.profile}", file=sys.stderr)
         return True
     return False
 
@@ -111,7 +111,7 @@ def open_engine(args: argparse.Namespace, store: WeightStore, lengths: list[int]
 
 def arithmetic(args: argparse.Namespace) -> str:
     """What computed, for a summary."""
-    return "engine" if args.engine == "optimized" else str(args.dtype)
+    return {"optimized": "engine", "both": "engine and float64"}.get(args.engine, str(args.dtype))
 
 
 def peak_rss() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,12 +18,10 @@ from optimized.engine import Engine
 from optimized.generate import generate, speculate
 from optimized.pool.allocator import Sequence
 from parity.cli import main
+from parity.freerun import compare
 from reference.checkpoint.procedural import ProceduralStore
 from reference.errors import BadInput
-from reference.model import Model
 from reference.presets import preset
-from reference.rounding import profile
-from reference.state import SequenceState
 
 # MTP of a model that was never trained guesses wrong; to accept drafts too, the tests bend its guesses.
 CONFIG = replace(preset("mini"), num_hidden_layers=1, compress_ratios=(4, 0), num_hash_layers=0, index_topk=3)
@@ -123,19 +122,41 @@ def test_commands_refuse_a_profile_that_the_engine_does_not_follow(command: list
 
 
 def test_commands_run_the_engine(tmp_path: Path, capsys: Any) -> None:
-    """Logits of a prompt, then its first new token."""
+    """Logits of a prompt beside its twin's, then its first new token."""
     out, prompt = tmp_path / "logits.safetensors", PROMPT[:3].tolist()
     (tmp_path / "ids.json").write_text(json.dumps({"a": prompt}))
-    chosen = ["--model", "procedural:mini", "--engine", "optimized", "--profile", "pool-bf16"]
+    chosen = ["--model", "procedural:mini", "--profile", "pool-bf16"]
     files = ["--ids-file", str(tmp_path / "ids.json"), "--out", str(out)]
-    assert main(["logits", *chosen, *files, "--mtp", "--hidden"]) == 0
+    distances = ["--json", str(tmp_path / "distances.json")]
+    assert main(["logits", *chosen, *files, *distances, "--engine", "both", "--mtp", "--hidden"]) == 0
     got = load_file(out)
     assert got["a.logits"].shape == (3, 512) and got["a.mtp_logits"].shape == (2, 512)
-    want = Model(ProceduralStore("mini"), torch.float64, profile("pool-bf16"))
-    logits = want.logits(want.forward([PROMPT[:3]], [SequenceState()]))
-    assert torch.equal(got["a.logits"].argmax(1), logits.argmax(1))
+    assert got["a.twin_hidden"].dtype == torch.float64 and got["a.hidden"].shape == got["a.twin_hidden"].shape
+    record = json.loads((tmp_path / "distances.json").read_text())
+    assert record["logits"]["top1"] == 1.0 and record["profile"] == "pool-bf16"
+    assert record["logits"] == compare({"logits": got["a.logits"]}, {"logits": got["a.twin_logits"]})["logits"]
+    printed = capsys.readouterr().out
+    assert f"{record['prompts']['a']['mtp_logits']['relative_l2']:.2e}" in printed and "all prompts" in printed
     ids = ",".join(map(str, prompt))
-    capsys.readouterr()
-    assert main(["generate", *chosen, "--ids", ids, "--max-new-tokens", "1"]) == 0
+    assert main(["generate", *chosen, "--engine", "optimized", "--ids", ids, "--max-new-tokens", "1"]) == 0
     shown = capsys.readouterr()
     assert shown.out.split() == [str(int(got["a.logits"][-1].argmax()))] and "engine, pool-bf16" in shown.err
+
+
+def test_distances_belong_to_both(tmp_path: Path, capsys: Any) -> None:
+    files = ["--ids-file", str(tmp_path / "ids.json"), "--out", str(tmp_path / "x"), "--json", str(tmp_path / "y")]
+    assert main(["logits", "--model", "procedural:mini", *files]) == 2
+    assert "only --engine both" in capsys.readouterr().err
+
+
+def test_distances_of_free_running_logits() -> None:
+    """One row of two moved: its KL by hand, and a likeliest token that changed."""
+    twin = torch.tensor([[0.0, 1.0], [0.0, 3.0]])
+    got = torch.tensor([[0.0, 1.0], [1.0, 0.0]])
+    p, q = torch.tensor([1.0, 3.0]).double().sigmoid()[1].item(), 1 / (1 + math.e)
+    want = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+    figures = compare({"logits": got, "hidden": got[None]}, {"logits": twin, "hidden": twin[None]})
+    logits = figures["logits"]
+    assert logits["top1"] == 0.5 and logits["rows"] == 2
+    assert math.isclose(logits["kl_max"], want, rel_tol=1e-12) and math.isclose(logits["kl_mean"], want / 2, rel_tol=1e-12)
+    assert math.isclose(logits["relative_l2"], math.sqrt(10 / 10)) and figures["hidden"] == [logits["relative_l2"]]

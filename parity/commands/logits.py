@@ -1,10 +1,12 @@
-"""`v4parity logits`: what the reference, or the engine, computes for given tokens, as a safetensors file."""
+"""`v4parity logits`: what the reference, or the engine, computes for given tokens, as a safetensors file; or both, and how
+far apart they are."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +28,9 @@ def add_parser(subparsers: Any) -> None:
         "logits",
         help="logits, hidden states and MTP logits of given token ids, to a file",
         description="Writes <name>.logits [n, V]; with --hidden <name>.hidden [layers, n, hc, D], the streams after each "
-        "layer; with --mtp <name>.mtp_logits [n-1, V], whose row t pairs the state of position t with token t+1.",
+        "layer; with --mtp <name>.mtp_logits [n-1, V], whose row t pairs the state of position t with token t+1. With --engine "
+        "both the kernels compute them, and the reference in float64 with the same profile again, under <name>.twin_*; how "
+        "far apart they end is printed.",
     )
     options.add_model(parser)
     parser.add_argument("--ids-file", type=Path, required=True, metavar="F", help="JSON object: name -> list of token ids")
@@ -34,12 +38,15 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--prefill", type=options.positive, metavar="P", help="run P tokens at once and the rest one by one")
     parser.add_argument("--hidden", action="store_true", help="also the streams after each layer")
     parser.add_argument("--mtp", action="store_true", help="also the logits of MTP block 0")
-    options.add_engine(parser)
+    parser.add_argument("--json", type=Path, metavar="F", help="with --engine both: write the distances there too")
+    options.add_engine(parser, both=True)
     options.add_arithmetic(parser)
     parser.set_defaults(main=main)
 
 
 def main(args: argparse.Namespace) -> int:
+    import torch
+
     from reference.checkpoint.open import open_store
     from reference.model import Model
     from reference.rounding import profile
@@ -48,22 +55,43 @@ def main(args: argparse.Namespace) -> int:
 
     if options.wrong_engine(args):
         return 2
+    if args.json and args.engine != "both":
+        print("error: --json holds distances, which only --engine both has", file=sys.stderr)
+        return 2
     prompts = read_ids(args.ids_file)
     store = open_store(args.model)
-    model: Model | Engine
-    if args.engine == "optimized":
-        model = options.open_engine(args, store, [len(ids) for ids in prompts.values()])
-    else:
-        model = Model(store, options.DTYPES[args.dtype], profile(args.profile), args.memory)
-    out: dict[str, Tensor] = {}
+    models: dict[str, Model | Engine] = {}
+    if args.engine != "reference":
+        models[""] = options.open_engine(args, store, [len(ids) for ids in prompts.values()])
+    if args.engine != "optimized":
+        twin = args.engine == "both"
+        dtype = torch.float64 if twin else options.DTYPES[args.dtype]
+        models["twin_" if twin else ""] = Model(store, dtype, profile(args.profile), args.memory)
+    ran: dict[str, dict[str, dict[str, Tensor]]] = {}  # prompt -> side -> output
     with Progress(len(prompts), "prompt") as progress:
         for done, (name, ids) in enumerate(prompts.items()):
             progress.at(done, name)
-            out |= {f"{name}.{what}": t for what, t in run(model, ids, args.prefill, args.hidden, args.mtp).items()}
+            ran[name] = {side: run(model, ids, args.prefill, args.hidden, args.mtp) for side, model in models.items()}
             progress.note(f"{name}: {len(ids)} tokens")
+    out = {f"{name}.{side}{what}": t for name, sides in ran.items() for side, made in sides.items() for what, t in made.items()}
     save(out, args.out)
     print(f"{args.out}: {len(out)} tensors from {store.identity} ({options.arithmetic(args)}, profile {args.profile})")
+    if args.engine == "both":
+        report(ran, store.identity, args)
     return 0
+
+
+def report(ran: Mapping[str, Mapping[str, Mapping[str, Tensor]]], identity: str, args: argparse.Namespace) -> None:
+    """Print how far the engine ends from its twin, for each prompt and for all of them; write it where asked."""
+    from ..freerun import compare, pooled, table
+    from ..records import write_bytes
+
+    figures = {name: compare(sides[""], sides["twin_"]) for name, sides in ran.items()}
+    whole = pooled(*([sides[side]["logits"] for sides in ran.values()] for side in ("", "twin_")))
+    print(table({**figures, "all prompts": {"logits": whole}}))
+    if args.json:
+        record = {"model": identity, "profile": args.profile, "logits": whole, "prompts": figures}
+        write_bytes(args.json, (json.dumps(record, indent=1) + "\n").encode())
 
 
 def read_ids(path: Path) -> dict[str, Tensor]:
