@@ -68,9 +68,12 @@ def tab():
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory) -> dict[str, Path]:
-    """The gallery's sample, one that failed, one with all layers of V4, and one that does everything wrong."""
+    """The gallery's sample, one that judged nothing, one that failed, one with all layers of V4, and one that does
+    everything wrong."""
     directory = tmp_path_factory.mktemp("pages")
-    texts = {"failing": render(failing()), "whole": render(whole()), "planted": PLANTED}
+    run, *_, summary = sample()
+    empty = [run, {**summary, "judged": 0, "passed": 0, "exit_code": 3}]
+    texts = {"empty": render(empty), "failing": render(failing()), "whole": render(whole()), "planted": PLANTED}
     for name, text in texts.items():
         (directory / f"{name}.html").write_text(text)
     return {"sample": GALLERY / "index.html"} | {name: directory / f"{name}.html" for name in texts}
@@ -89,7 +92,7 @@ def shown(tab: Browser) -> str:
 
 
 def test_it_opens_without_errors_or_network(tab, pages):
-    for name in ("sample", "failing", "whole"):
+    for name in ("sample", "empty", "failing", "whole"):
         tab.open(pages[name])
         assert tab.errors == [] and tab.requests == [pages[name].as_uri()]
 
