@@ -19,7 +19,9 @@ from optimized.kernels.prefill_attention import prefill_attention
 from optimized.kernels.qk_norm_rope import payload_like, qk_norm_rope
 from optimized.kernels.window_write import last_writes, write_window
 from optimized.pool import plans
+from optimized.pool.geometry import BLOCK_TOKENS, RATIO
 from optimized.rope import rope_table
+from reference.config import Config, Kind
 from reference.linear import Linear
 
 from . import row_forms
@@ -28,10 +30,11 @@ from .budget.bounded import Bounded, exact
 from .candidates import DEVICE, back, compressor_of, picks, tall, there
 from .judge import Bytes, Dense, Places, Stored
 from .step import Step
+from .storage import in_bf16, packed
 from .twins import Expectation, Expectations, StoredOutputs, product, rows_expected, untouched, visible_rows
 
 ATTENTION_ROWS = 32  # rows a step: lists here are short, and a tile costs the interpreter what it holds
-EVERY = 16  # tokens judged by attention where a step has many
+EVERY = 5  # tokens judged by attention where a step has many: no multiple of a group, so that all places in one occur
 
 
 def _turn(step: Step, tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -113,12 +116,27 @@ def window_expected(step: Step, op: str, stored: StoredOutputs) -> Expectations:
 
 
 def attending(step: Step) -> Tensor:
-    """Tokens whose attention is judged: all in steps of a few tokens; else of each sequence the first and the last, and
-    every `EVERY`-th."""
+    """Tokens whose attention is judged: all in steps of a few tokens; else every `EVERY`-th, of each sequence the first and
+    the last, and those at an edge of what a token sees."""
+    count = len(step.batch.ids)
     if step.direct:
-        return torch.arange(len(step.batch.ids))
+        return torch.arange(count)
     chosen = [torch.tensor([s.start, s.stop - 1]) for s in step.batch.sequences()]
-    return torch.cat([*chosen, torch.arange(0, len(step.batch.ids), EVERY)]).unique()
+    edges = at_edge(step.config, step.kind, step.batch.positions).nonzero().flatten()
+    return torch.cat([*chosen, edges, torch.arange(0, count, EVERY)]).unique()
+
+
+def at_edge(config: Config, kind: Kind, positions: Tensor) -> Tensor:
+    """Whether at a position something changes: the window is first full or first loses a row, an HCA group is complete,
+    selection leaves out its first row, or a pool block begins; and the positions to either side."""
+    seen = positions + 1  # tokens, with the token itself
+    near = (seen - config.sliding_window).abs() <= 1
+    near |= (seen % BLOCK_TOKENS + 1) % BLOCK_TOKENS <= 2
+    if kind == "hca":
+        near |= (seen % RATIO[kind] + 1) % RATIO[kind] <= 2
+    elif kind == "csa":
+        near |= (seen - RATIO[kind] * (config.index_topk + 1)).abs() <= 1
+    return near
 
 
 def attention(step: Step, op: str) -> dict[str, Stored]:
@@ -165,11 +183,10 @@ def _groups(step: Step) -> Tensor:
 
 
 def group_output(step: Step, op: str) -> dict[str, Stored]:
-    linear = step.linear(op)
-    assert linear.scale is not None
-    weight = linear.weight.view(torch.uint8), linear.scale.view(torch.uint8)
+    weight = packed(step.linear(op))
     o = _groups(step).to(torch.bfloat16)
-    tiles = tall(product_tiles(linear.out_features // o.shape[1], BLOCK), len(o), linear.out_features // o.shape[1])
+    rank = len(weight[0]) // o.shape[1]
+    tiles = tall(product_tiles(rank, BLOCK), len(o), rank)
     o, codes, scales = there(o, *weight)
     return {op: grouped_gemm(o, codes, scales, tiles=tiles).cpu()}
 
@@ -195,7 +212,7 @@ def _from_input(step: Step, op: str) -> dict[str, Linear]:
 def projected(step: Step, op: str) -> dict[str, Stored]:
     """One product with all of them side by side; float32."""
     linears = _from_input(step, op)
-    weight = torch.cat([linear.weight for linear in linears.values()])
+    weight = torch.cat([in_bf16(linear) for linear in linears.values()])
     x = step.capture["attn_norm"].to(torch.bfloat16)
     tiles = tall(product_tiles(len(weight), step=512), len(x), min(len(weight), 2048))
     x, weight = there(x, weight)

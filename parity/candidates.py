@@ -24,7 +24,7 @@ from optimized.rope import rope_table
 from reference import formats
 from reference.compressor import Compressor
 
-from . import row_forms
+from . import row_forms, storage
 from .judge import Stored
 from .pour import PouredPool, rings
 from .step import Step
@@ -84,6 +84,7 @@ def quantised_input(step: Step, linear: str) -> tuple[Tensor, Tensor]:
 def quantise(step: Step, op: str) -> dict[str, Stored]:
     """bfloat16 payload -> codes and scales."""
     linear = op.removesuffix(".input")
+    storage.packed(step.linear(linear))  # of another storage the input is not quantised
     source = SOURCE[linear]
     if source not in step.quantised:
         x = payload(step, linear).to(torch.bfloat16)
@@ -94,9 +95,7 @@ def quantise(step: Step, op: str) -> dict[str, Stored]:
 
 
 def gemm(step: Step, op: str) -> dict[str, Stored]:
-    linear = step.linear(op)
-    assert linear.scale is not None
-    weight = linear.weight.view(torch.uint8), linear.scale.view(torch.uint8)
+    weight = storage.packed(step.linear(op))
     return {op: gemm_fp8(*there(*quantised_input(step, op), *weight)).cpu()}
 
 

@@ -21,8 +21,8 @@ from optimized.kernels.swiglu import Tiles as SwigluTiles
 from optimized.kernels.swiglu import swiglu_quantize
 from reference import formats
 from reference import moe as reference
-from reference.linear import Linear
 
+from . import storage
 from .budget import codes, gates
 from .budget.bounded import Bounded, dot, exact, rounded
 from .candidates import ACTIVATION_BLOCK, tall, there
@@ -30,16 +30,14 @@ from .judge import Bytes, Codes, Dense, Places, Selection, Stored
 from .step import Step
 from .twins import Expectation, Expectations, StoredOutputs, product
 
-EVERY = 5  # tokens whose routed experts are judged in steps of many
-
 
 def _input(step: Step) -> Tensor:
     return step.capture["ffn_norm"]
 
 
 def scores(step: Step, op: str) -> dict[str, Stored]:
-    gate = step.block.ffn.gate
-    return {op: router_scores(*there(_input(step).to(torch.bfloat16), gate.to(torch.bfloat16))).cpu()}
+    gate = storage.exactly_bf16(step.block.ffn.gate)
+    return {op: router_scores(*there(_input(step).to(torch.bfloat16), gate)).cpu()}
 
 
 def scores_expected(step: Step, op: str, stored: StoredOutputs) -> Expectations:
@@ -94,10 +92,9 @@ def choice_expected(step: Step, op: str, stored: StoredOutputs) -> Expectations:
 
 @dataclass(frozen=True)
 class Routed:
-    """What the routed experts of some tokens get: their numbers `tokens` [n], input codes and scales, experts int32 [n, k]
-    as numbers among `present`, weights float32 [n, k], and the plan."""
+    """What the routed experts of the tokens get: input codes and scales, experts int32 [t, k] as numbers among `present`,
+    weights float32 [t, k], and the plan."""
 
-    tokens: Tensor
     x_codes: Tensor
     x_scales: Tensor
     experts: Tensor
@@ -107,23 +104,19 @@ class Routed:
 
 
 def routed(step: Step) -> Routed:
-    """All tokens of a short step, every `EVERY`-th of a long one; routing as the twin has it."""
-    count = len(step.batch.ids)
-    tokens = torch.arange(count) if step.direct else torch.arange(0, count, EVERY)
-    x_codes, x_scales = formats.quantize_e4m3(_input(step)[tokens].float(), ACTIVATION_BLOCK)
-    experts = step.capture["ffn.gate.experts"][tokens]
+    """Input and routing of the step's tokens, as the twin has them."""
+    x_codes, x_scales = formats.quantize_e4m3(_input(step).float(), ACTIVATION_BLOCK)
+    experts = step.capture["ffn.gate.experts"]
     present, local = experts.unique(return_inverse=True)
-    weights = step.capture["ffn.gate.weights"][tokens].float().contiguous()
+    weights = step.capture["ffn.gate.weights"].float().contiguous()
     plan = plan_experts(local.int().contiguous(), len(present), block_height())
-    return Routed(tokens, x_codes, x_scales, local.int(), weights, present.tolist(), plan)
+    return Routed(x_codes, x_scales, local.int(), weights, present.tolist(), plan)
 
 
-def side_by_side(step: Step, present: list[int], part: str) -> tuple[Tensor, Tensor]:
-    """Packed codes [e, n, k/2] and scale bytes [e, n, k/32] of one matrix of the experts at hand."""
-    linears: list[Linear] = [getattr(step.block.ffn.expert(e), part) for e in present]
-    scales = [linear.scale for linear in linears]
-    return (torch.stack([linear.weight.view(torch.uint8) for linear in linears]),
-            torch.stack([scale.view(torch.uint8) for scale in scales if scale is not None]))  # fmt: skip
+def matrices(step: Step, present: list[int], *parts: str) -> list[Tensor]:
+    """Codes and scale bytes of these matrices of the experts at hand, [e, ...] each."""
+    experts = [step.block.ffn.expert(e) for e in present]
+    return [x for part in parts for x in storage.side_by_side([getattr(e, part) for e in experts])]
 
 
 def on_device(plan: ExpertPlan) -> ExpertPlan:
@@ -133,7 +126,7 @@ def on_device(plan: ExpertPlan) -> ExpertPlan:
 def gate_up(step: Step, op: str) -> dict[str, Stored]:
     """w1, w3, SwiGLU with the routing weight, and the quantiser, in one kernel -> a row a pair of token and slot."""
     r = routed(step)
-    weights = (*side_by_side(step, r.present, "w1"), *side_by_side(step, r.present, "w3"))
+    *weights, _, _ = matrices(step, r.present, "w1", "w3", "w2")  # codes go out for w2 only if it takes codes
     h = expert_gate_up(*there(r.x_codes, r.x_scales, *weights, r.weights), on_device(r.plan), step.block.ffn.limit)
     return {"ffn.experts.h": (h[0].cpu(), h[1].cpu())}
 
@@ -141,7 +134,7 @@ def gate_up(step: Step, op: str) -> dict[str, Stored]:
 def pair_places(step: Step, r: Routed) -> Places:
     """Token, sequence, position, slot and expert of every pair."""
     slots = r.experts.shape[1]
-    labels = {name: values[r.tokens].repeat_interleave(slots) for name, values in step.places.labels.items()}
+    labels = {name: values.repeat_interleave(slots) for name, values in step.places.labels.items()}
     number = torch.tensor(r.present)[r.experts.flatten().long()]
     return Places(labels | {"slot": torch.arange(r.experts.numel()) % slots, "expert": number})
 
@@ -173,7 +166,7 @@ def down_input(step: Step, r: Routed) -> tuple[Tensor, Tensor]:
     own = step.stored.get("ffn.experts.h")
     if isinstance(own, tuple):
         return own
-    h = torch.zeros(r.experts.numel(), step.block.ffn.expert(r.present[0]).w2.weight.shape[1] * 2)
+    h = torch.zeros(r.experts.numel(), step.block.ffn.expert(r.present[0]).w1.out_features)
     x = codes.dequantize(r.x_codes, r.x_scales, ACTIVATION_BLOCK)
     for e, pairs in by_expert(r, 1)[1]:
         expert, mine = step.block.ffn.expert(e), x[pairs // r.experts.shape[1]]
@@ -184,7 +177,7 @@ def down_input(step: Step, r: Routed) -> tuple[Tensor, Tensor]:
 
 def down(step: Step, op: str) -> dict[str, Stored]:
     r = routed(step)
-    weights = side_by_side(step, r.present, "w2")
+    weights = matrices(step, r.present, "w2")
     return {op: expert_down(*there(*down_input(step, r), *weights), on_device(r.plan)).cpu()}
 
 
@@ -209,6 +202,7 @@ def _shared(step: Step) -> tuple[Tensor, Tensor]:
 
 def shared_codes(step: Step, op: str) -> dict[str, Stored]:
     """SwiGLU of the shared expert, straight into codes."""
+    storage.packed(step.linear("ffn.shared_experts.w2"))  # of another storage the input is not quantised
     gate, up = (x.to(torch.bfloat16) for x in _shared(step))
     groups = power_of_two(-(-gate.shape[1] // ACTIVATION_BLOCK))
     tiles = tall(SwigluTiles(ROWS=16, GROUPS=min(groups, 64)), len(gate), min(gate.shape[1], 64 * ACTIVATION_BLOCK))
@@ -224,9 +218,7 @@ def shared_expected(step: Step, op: str, stored: StoredOutputs) -> Expectations:
 
 def shared_down(step: Step, op: str) -> dict[str, Stored]:
     """The shared expert's w2, which stays float32 for the sum."""
-    linear = step.linear(op)
-    assert linear.scale is not None
-    weight = linear.weight.view(torch.uint8), linear.scale.view(torch.uint8)
+    weight = storage.packed(step.linear(op))
     return {op: gemm_fp8(*there(*shared_input(step), *weight), dtype=torch.float32).cpu()}
 
 
@@ -243,12 +235,12 @@ def shared_down_expected(step: Step, op: str, stored: StoredOutputs) -> Expectat
 
 
 def _summands(step: Step) -> tuple[Routed, Tensor, Tensor]:
-    """Outputs of the routed experts, a row a pair, and of the shared one, of the judged tokens; float32."""
+    """Outputs of the routed experts, a row a pair, and of the shared one, of every token; float32."""
     r = routed(step)
     own, shared = step.stored.get("ffn.experts.w2"), step.stored.get("ffn.shared_experts.w2")
     y = own if isinstance(own, Tensor) else _outputs(step, r).value.float()
     rest = shared if isinstance(shared, Tensor) else step.capture["ffn.shared_experts.w2"].float()
-    return r, y, rest[r.tokens].contiguous()
+    return r, y, rest.contiguous()
 
 
 def total(step: Step, op: str) -> dict[str, Stored]:
@@ -263,5 +255,4 @@ def total_expected(step: Step, op: str, stored: StoredOutputs) -> Expectations:
     r, y, shared = _summands(step)
     terms = torch.cat([y.double().unflatten(0, r.experts.shape), shared.double()[:, None]], 1)
     bound = (terms.shape[1]) * step.how.u * terms.abs().sum(1)
-    places = Places({name: values[r.tokens] for name, values in step.places.labels.items()})
-    return {op: Expectation(Dense(Bounded(terms.sum(1), bound), "bf16", "td"), places)}
+    return {op: Expectation(Dense(Bounded(terms.sum(1), bound), "bf16", "td"), step.places)}

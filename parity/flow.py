@@ -22,11 +22,12 @@ from reference.mtp import MTP
 from reference.rounding import EXACT, Profile, Sites
 from reference.state import Batch, LayerState
 
-from . import candidates, cases, ops
+from . import cases, ops
 from .budget.bounded import Arithmetic
 from .judge import MismatchedShape, Stored, Verdict, judge
 from .metrics import cosine, relative_l2
 from .step import Step
+from .storage import Unfit
 from .taps import Capture
 
 EXPERT_MEMORY = 1 << 28  # bytes of experts kept within a layer
@@ -215,8 +216,16 @@ def judge_step(step: Step, chosen: Sequence[ops.Op]) -> Iterator[Judged]:
     """Every chosen op that this layer has: run the candidate, replay the twin, compare."""
     for op in chosen:
         if cases.layer_kinds(step.config, step.layer) & set(op.kinds):
-            missing = op.missing(step.phase) or _unfit(step, op)
-            yield Judged(op, step.layer, step.phase, () if missing else judge_op(step, op), missing)
+            missing = op.missing(step.phase)
+            yield Judged(op, step.layer, step.phase, (), missing) if missing else _judged(step, op)
+
+
+def _judged(step: Step, op: ops.Op) -> Judged:
+    """Verdicts, or the reason why no kernel takes the op's weights."""
+    try:
+        return Judged(op, step.layer, step.phase, judge_op(step, op))
+    except Unfit as error:
+        return Judged(op, step.layer, step.phase, (), str(error))
 
 
 def last_tokens(step: Step) -> dict[str, Stored]:
@@ -234,23 +243,13 @@ def last_tokens(step: Step) -> dict[str, Stored]:
     return kept
 
 
-def _unfit(step: Step, op: ops.Op) -> str | None:
-    """A product of codes needs a weight of codes."""
-    name = op.name.removesuffix(".input")
-    if name not in (*candidates.SOURCE, "attn.wo_a"):
-        return None
-    linear = step.linear(name)
-    fits = linear.weight.dtype == torch.float8_e4m3fn and linear.scale is not None
-    if fits and linear.scale.dtype == torch.float8_e8m0fnu:  # type: ignore[union-attr]
-        return None
-    return f"the weight is stored as {str(linear.weight.dtype).removeprefix('torch.')}, not as FP8 with E8M0 scales"
-
-
 def judge_op(step: Step, op: ops.Op) -> tuple[Verdict, ...]:
-    """Verdicts of one op's outputs. What the candidate stored is kept for the ops it feeds."""
+    """Verdicts of one op's outputs. What the candidate stored is kept for the ops it feeds. Raises Unfit."""
     assert op.candidate is not None and op.twin is not None
     try:
         stored = op.candidate(step, op.name)
+    except Unfit:
+        raise
     except Exception as error:  # whatever a kernel raises is its failure, not the judge's
         return (raised(op.name, error),)
     step.stored |= stored

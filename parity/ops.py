@@ -61,10 +61,6 @@ def _linear(name: str, kinds: tuple[str, ...] = ALL) -> list[Op]:
     ]  # fmt: skip
 
 
-def _missing(name: str, kinds: tuple[str, ...], inputs: str, reason: str = NO_KERNEL, outputs: str = "") -> Op:
-    return Op(name, kinds, tuple(inputs.split()), tuple(outputs.split()) or (name,), reason=reason)
-
-
 def _norm(name: str, kinds: tuple[str, ...], source: str) -> Op:
     return Op(name, kinds, (source,), (name,), residual.normed, residual.norm_expected,
               bound="mean of squares moves all channels alike, three roundings each; codes 0")  # fmt: skip
@@ -99,7 +95,7 @@ OPS: tuple[Op, ...] = (
     _norm("hnorm", MTP, "streams"),
     *_linear("e_proj", MTP),
     *_linear("h_proj", MTP),
-    _missing("streams", MTP, "e_proj h_proj", "an addition in the engine's wiring, no kernel of its own"),
+    Op("streams", MTP, ("e_proj", "h_proj"), ("streams",), residual.added, residual.added_expected, bound="u·|e + h|"),
     _mix("hc_attn", "streams"),
     _norm("attn_norm", ALL, "hc_attn.u"),
     *_linear("attn.wq_a"),

@@ -13,6 +13,7 @@ from optimized.kernels.gemm_bf16 import gemm_bf16
 from optimized.kernels.hyper_connection import Tiles as MixTiles
 from optimized.kernels.hyper_connection import hc_head, hc_post, hc_pre
 from optimized.kernels.hyper_connection import tiles_for_width as mix_tiles
+from optimized.kernels.mtp_streams import mtp_streams
 from optimized.kernels.norm import INTERPRETER as NORM_TILES
 from optimized.kernels.norm import rms_norm, rms_norm_quantize
 from reference import formats
@@ -24,6 +25,7 @@ from .budget.bounded import Bounded, exact
 from .candidates import ACTIVATION_BLOCK, tall, there
 from .judge import Codes, Dense, Places, Stored
 from .step import Step
+from .storage import exactly_bf16, in_bf16
 from .twins import Expectation, Expectations, StoredOutputs, product, token_places
 
 NORM_INPUT = {"attn_norm": "hc_attn.u", "ffn_norm": "hc_ffn.u", "attn.q_norm": "attn.wq_a", "enorm": "embed"}
@@ -38,13 +40,24 @@ def rows_embedded(step: Step, op: str) -> dict[str, Stored]:
     """Rows of the tokens' own part of the table, into all streams, or into one for MTP."""
     ids, place = step.batch.ids.unique(return_inverse=True)
     count = 1 if step.mtp else step.config.hc_mult
-    return {op: embed(*there(bf16(step.embed(ids)), place), count).cpu()}
+    return {op: embed(*there(exactly_bf16(step.embed(ids)), place), count).cpu()}
 
 
 def rows_expected(step: Step, op: str, stored: StoredOutputs) -> Expectations:
     count = 1 if step.mtp else step.config.hc_mult
     x = step.embed(step.batch.ids)[:, None].expand(-1, count, -1)
     return {op: Expectation(Dense(exact(x), "bf16", "tsd"), step.places)}
+
+
+def added(step: Step, op: str) -> dict[str, Stored]:
+    """The two projections of a drafter's input -> its streams."""
+    return {op: mtp_streams(*there(bf16(step.capture["e_proj"]), bf16(step.capture["h_proj"]))).cpu()}
+
+
+def added_expected(step: Step, op: str, stored: StoredOutputs) -> Expectations:
+    """One float32 addition."""
+    y = step.capture["e_proj"][:, None] + step.capture["h_proj"]
+    return {op: Expectation(Dense(Bounded(y, step.how.u * y.abs()), "bf16", "tsd"), step.places)}
 
 
 def _norm(step: Step, op: str) -> tuple[Tensor, Tensor, float]:
@@ -187,7 +200,7 @@ def _head_input(step: Step) -> tuple[Tensor, Tensor]:
 def logits(step: Step, op: str) -> dict[str, Stored]:
     """The output matrix, for the token that is asked for one: the last of each sequence."""
     assert step.head is not None
-    return {op: gemm_bf16(*there(bf16(_head_input(step)[0]), step.head[2].weight)).cpu()}
+    return {op: gemm_bf16(*there(bf16(_head_input(step)[0]), in_bf16(step.head[2]))).cpu()}
 
 
 def logits_expected(step: Step, op: str, stored: StoredOutputs) -> Expectations:

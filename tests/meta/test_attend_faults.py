@@ -5,17 +5,34 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 from judge_cases import failing, only, run, run_layer
 from kernel_cases import mutant
 
 from optimized.kernels import gemm_bf16 as gemm_file
 from optimized.kernels import qk_norm_rope as rows_file
 from parity import attend, ops
+from reference.presets import preset
 
 WINDOW, HCA, CSA = 0, 1, 2  # layers of mini
 NAMES = ("attn.q", "attn.kv", "attn.compressor.values", "attn.core", "attn.wo_a")
 INDEX = ("attn.indexer.weights", "attn.indexer.compressor.values")
 LONG = ("prefill", "chunk")
+
+
+@pytest.mark.parametrize(
+    ("kind", "around"),
+    [("window", (16, 256)), ("hca", (16, 128, 256)), ("csa", (16, 36, 256))],  # 36 tokens make nine rows, and top-k is eight
+)
+def test_edges_of_what_a_token_sees(kind, around):
+    seen = torch.arange(1, 300)  # tokens that a position sees, itself included
+    near = attend.at_edge(preset("mini"), kind, seen - 1)
+    assert seen[near].tolist() == sorted(n + d for n in around for d in (-1, 0, 1))
+
+
+def test_a_fault_at_any_place_of_a_group_is_seen():
+    """In a long step from any start, every residue of a group's four positions is among the tokens that are judged."""
+    assert all(len({t % 4 for t in range(start, start + 20, attend.EVERY)}) == 4 for start in range(4))
 
 
 def run_long(layer: int, *names: str):

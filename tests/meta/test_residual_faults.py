@@ -14,7 +14,7 @@ from parity import residual
 
 CSA, LAST, DRAFTER = 2, 4, 5  # layers of mini
 AROUND = ("hc_attn.pre", "attn_norm", "attn.q_norm", "hc_attn.streams", "hc_ffn.pre", "ffn_norm", "hc_ffn.streams")
-ENDS = ("embed", "enorm", "hnorm", "hc_head", "norm", "head.logits")
+ENDS = ("embed", "enorm", "hnorm", "streams", "hc_head", "norm", "head.logits")
 
 
 @pytest.mark.parametrize(("layer", "names"), [(CSA, AROUND), (DRAFTER, (*AROUND, *ENDS))])
@@ -73,6 +73,13 @@ def test_a_token_that_got_its_neighbours_embedding(monkeypatch):
     monkeypatch.setattr(residual, "embed", lambda table, ids, streams: honest(table, ids.roll(1), streams))
     for v in only(run(DRAFTER, "embed", "enorm"), "embed"):
         assert v.budget_used == math.inf
+
+
+def test_a_drafter_that_is_given_the_embedding_of_another_token(monkeypatch):
+    honest = residual.mtp_streams
+    monkeypatch.setattr(residual, "mtp_streams", lambda e, h: honest(e.roll(1, 0), h))
+    for v in only(run(DRAFTER, "enorm", "streams", "hc_attn.pre"), "streams"):
+        assert {"token", "stream", "channel"} <= set(v.worst)
 
 
 def test_a_row_of_logits_from_another_token(monkeypatch):
