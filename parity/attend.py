@@ -131,9 +131,9 @@ def at_edge(config: Config, kind: Kind, positions: Tensor) -> Tensor:
     selection leaves out its first row, or a pool block begins; and the positions to either side."""
     seen = positions + 1  # tokens, with the token itself
     near = (seen - config.sliding_window).abs() <= 1
-    near |= (seen % BLOCK_TOKENS + 1) % BLOCK_TOKENS <= 2
+    near |= (seen + 1) % BLOCK_TOKENS <= 2
     if kind == "hca":
-        near |= (seen % RATIO[kind] + 1) % RATIO[kind] <= 2
+        near |= (seen + 1) % RATIO[kind] <= 2
     elif kind == "csa":
         near |= (seen - RATIO[kind] * (config.index_topk + 1)).abs() <= 1
     return near

@@ -27,7 +27,7 @@ LONG = ("prefill", "chunk")
 def test_edges_of_what_a_token_sees(kind, around):
     seen = torch.arange(1, 300)  # tokens that a position sees, itself included
     near = attend.at_edge(preset("mini"), kind, seen - 1)
-    assert seen[near].tolist() == sorted(n + d for n in around for d in (-1, 0, 1))
+    assert seen[near].tolist() == [1, *sorted(n + d for n in around for d in (-1, 0, 1))]  # and the very first
 
 
 def test_a_fault_at_any_place_of_a_group_is_seen():
