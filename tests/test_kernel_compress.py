@@ -20,9 +20,10 @@ from kernel_cases import (
     scale_value,
     uneven,
 )
+from row_cases import mutant_through
 
 from optimized.kernels import compress as compress_file
-from optimized.kernels import numeric
+from optimized.kernels import numeric, row_tiles
 from optimized.kernels import state_write as state_file
 from optimized.pool import plans, rows
 from optimized.pool.geometry import BLOCK_TOKENS, Geometry
@@ -309,19 +310,22 @@ MISTAKES = {
     "ape of another token": (128, ("ape + (k % RATIO)", "ape + ((k + 1) % RATIO)")),
     "first token of the group lost": (128, ("(k >= window_len)[:, None]", "((k >= window_len) & (k > 0))[:, None]")),
     "shares of one peak": (128, ("* carry + tl.sum(e * value, 0)", "+ tl.sum(e * value, 0)")),
-    "epsilon lost": (4, (" / HEAD_DIM + eps", " / HEAD_DIM")),
-    "mean over the padded lanes": (4, ("/ HEAD_DIM + eps", "/ LANES + eps")),
-    "norm without weight": (4, ("other=0.0) * (x * rstd)", "other=0.0) * 0 + (x * rstd)")),
-    "inverse rotation": (4, ("even * c - odd * s", "even * c + odd * s")),
-    "no rotation": (4, ("tl.where(rotated, odd * c + even * s, odd)", "odd")),
-    "scale written once": (4, ("NOPE + 2 * tile + 1, scale", "NOPE + 2 * tile + 1, scale * 0")),
-    "padding not cleared": (4, ("mask=pad >= 2 * TILES", "mask=pad >= 2 * TILES + 8")),
-    "floored exponent": (4, ("e8m0_inverse(scale)", "e8m0_inverse((scale - 1).to(tl.uint8))")),
+    "epsilon lost": (4, ("inverse_rms(x, eps, HEAD_DIM)", "inverse_rms(x, 0.0, HEAD_DIM)")),
+    "mean over the padded lanes": (4, ("inverse_rms(x, eps, HEAD_DIM)", "inverse_rms(x, eps, LANES)")),
+    "norm without weight": (4, ("y = weight[None, :] * (x", "y = 0 * weight[None, :] + (x")),
+    "inverse rotation": (4, ("live, 1.0, HEAD_DIM", "live, -1.0, HEAD_DIM")),
+    "no rotation": (4, ("live, 1.0, HEAD_DIM", "live & False, 1.0, HEAD_DIM")),
+    "main row under the stride of the other plane": (4, ("rope_rows, target * main_stride", "rope_rows, target * rope_stride")),
     "block table ignored": (4, ("block * envelope", "0 * block * envelope")),
     "row of another layer": (4, ("envelope + entry % BLOCK_ROWS", "envelope + entry % BLOCK_ROWS + 1")),
-    # As the interpreter's cast does.
-    "rotated part truncated": (4, ("bf16_rn(y), mask=(d >= NOPE)", "y.to(tl.bfloat16), mask=(d >= NOPE)")),
 }  # fmt: skip
+ROW_MISTAKES = {
+    "scale written once": ("NOPE + 2 * tile + 1, scale", "NOPE + 2 * tile + 1, scale * 0"),
+    "padding not cleared": ("(pad >= 2 * TILES)", "(pad >= 2 * TILES + 8)"),
+    "floored exponent": ("e4m3_rn(blocks * e8m0_inverse(scale)", "e4m3_rn(blocks * e8m0_inverse((scale - 1).to(tl.uint8))"),
+    # As the interpreter's cast does.
+    "rotated part truncated": ("(d - NOPE), bf16_rn(y)", "(d - NOPE), y.to(tl.bfloat16)"),
+}
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -332,8 +336,14 @@ def test_planted_mistakes_are_seen(tmp_path, mistake):
     assert faults(Case(ratio, 192), steps=3, compress=wrong.compress, tiles=tiles)
 
 
+@pytest.mark.parametrize("mistake", ROW_MISTAKES)
+def test_planted_mistakes_in_the_row_are_seen(tmp_path, mistake):
+    wrong = mutant_through(compress_file, row_tiles, tmp_path, ROW_MISTAKES[mistake])
+    assert faults(Case(4, 192), steps=3, compress=wrong.compress)
+
+
 def test_a_truncated_bfloat16_row_is_seen(tmp_path):
-    wrong = mutant(compress_file, tmp_path, ("bf16_rn(y), mask=d < HEAD_DIM", "y.to(tl.bfloat16), mask=d < HEAD_DIM"))
+    wrong = mutant_through(compress_file, row_tiles, tmp_path, ("+ d, bf16_rn(y)", "+ d, y.to(tl.bfloat16)"))
     assert faults(Case(4, 192, build="bf16"), steps=3, compress=wrong.compress)
 
 
@@ -357,4 +367,4 @@ def test_writing_states_before_pooling_is_seen():
 
 
 def test_the_scale_rule_is_the_shared_one():
-    assert compress_file.e4m3_scale is numeric.e4m3_scale
+    assert row_tiles.e4m3_scale is numeric.e4m3_scale

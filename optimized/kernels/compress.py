@@ -33,9 +33,8 @@ from torch import Tensor
 
 from .index_layout import store_key
 from .launch import power_of_two, require, tiles_for_mode
-from .numeric import bf16_rn, e4m3_rn, e4m3_scale, e8m0_inverse, magnitude_bits
 from .qk_norm_rope import require_rows
-from .row_tiles import hadamard
+from .row_tiles import hadamard, inverse_rms, rotate_tail, store_2buff_tile, store_bf16_tile
 
 ROPE = 64
 
@@ -91,40 +90,6 @@ def pool(
 
 
 @triton.jit
-def norm_rope(x, norm_weight, eps, cos, sin, row, HEAD_DIM: tl.constexpr, LANES: tl.constexpr):
-    """RMSNorm, then rotation of the last 64 channels in adjacent pairs; float32 [LANES]."""
-    d = tl.arange(0, LANES)
-    rstd = tl.rsqrt(tl.sum(x * x, 0) / HEAD_DIM + eps)
-    y = tl.load(norm_weight + d, mask=d < HEAD_DIM, other=0.0) * (x * rstd)
-    even, odd = tl.split(y.reshape(LANES // 2, 2))  # [LANES / 2] each
-    pair = tl.arange(0, LANES // 2) - (HEAD_DIM - 64) // 2
-    rotated = (pair >= 0) & (pair < 32)
-    c = tl.load(cos + row * 32 + pair, mask=rotated, other=1.0)
-    s = tl.load(sin + row * 32 + pair, mask=rotated, other=0.0)
-    new_even = tl.where(rotated, even * c - odd * s, even)
-    new_odd = tl.where(rotated, odd * c + even * s, odd)
-    return tl.join(new_even, new_odd).reshape(LANES)
-
-
-@triton.jit
-def store_2buff(y, nope, rope, HEAD_DIM: tl.constexpr, LANES: tl.constexpr):
-    """Quantise and write one row: codes, scale bytes twice each, zeros; rotated channels in bfloat16."""
-    NOPE: tl.constexpr = HEAD_DIM - 64
-    TILES: tl.constexpr = NOPE // 64
-    d = tl.arange(0, LANES)
-    tile = tl.arange(0, LANES // 64)
-    pad = tl.arange(0, 64)
-    y_tiles = y.reshape(LANES // 64, 64)
-    scale = e4m3_scale(tl.max(magnitude_bits(y_tiles), 1))
-    code = e4m3_rn(y_tiles * e8m0_inverse(scale)[:, None]).reshape(LANES)
-    tl.store(nope + d, code, mask=d < NOPE)
-    tl.store(nope + NOPE + 2 * tile, scale, mask=tile < TILES)
-    tl.store(nope + NOPE + 2 * tile + 1, scale, mask=tile < TILES)
-    tl.store(nope + NOPE + pad, tl.zeros((64,), tl.uint8), mask=pad >= 2 * TILES)
-    tl.store(rope + (d - NOPE), bf16_rn(y), mask=(d >= NOPE) & (d < HEAD_DIM))
-
-
-@triton.jit
 def compress_kernel(
     kv, score, kv_stride, score_stride, kv_state, score_state, kv_slot_stride, score_slot_stride, ring,
     plan, slots, ape, norm_weight, eps, cos, sin, main_rows, rope_rows, main_stride, rope_stride,
@@ -143,19 +108,21 @@ def compress_kernel(
             kv, score, kv_stride, score_stride, kv_state, score_state, kv_slot_stride, score_slot_stride, ring, ape,
             ragged, slot, position, window_len, RATIO, POOLED, HEAD_DIM, LANES, SLOTS,
         )  # fmt: skip
-        y = norm_rope(pooled, norm_weight, eps, cos, sin, row, HEAD_DIM, LANES)
+        d, live = tl.arange(0, LANES), tl.full((1,), 1, tl.int1)
+        weight = tl.load(norm_weight + d, mask=d < HEAD_DIM, other=0.0)
+        x = pooled.reshape(1, LANES)
+        y = weight[None, :] * (x * inverse_rms(x, eps, HEAD_DIM))
+        y = rotate_tail(y, cos, sin, row + tl.zeros((1,), tl.int32), live, 1.0, HEAD_DIM, LANES)
         entry = position // RATIO
         block = tl.load(block_table + batch * table_stride + entry // BLOCK_ROWS).to(tl.int64)
         if FORM == "2buff" or FORM == "bf16":
-            target = block * envelope + entry % BLOCK_ROWS
-            main, rope = main_rows + target * main_stride, rope_rows + target * rope_stride
+            target = block * envelope + entry % BLOCK_ROWS + tl.zeros((1,), tl.int32)
             if FORM == "bf16":
-                d = tl.arange(0, LANES)
-                tl.store(main + d, bf16_rn(y), mask=d < HEAD_DIM)
+                store_bf16_tile(main_rows, target * main_stride, live, y, HEAD_DIM, LANES)
             else:
-                store_2buff(y, main, rope, HEAD_DIM, LANES)
+                store_2buff_tile(main_rows, rope_rows, target * main_stride, target * rope_stride, live, y, HEAD_DIM, LANES)
         else:
-            y = hadamard(y.reshape(1, LANES), LANES, STEPS)
+            y = hadamard(y, LANES, STEPS)
             keys, scales = main_rows + block * main_stride, rope_rows + block * rope_stride
             store_key(y, keys, scales, entry % BLOCK_ROWS, FORM == "fp4", ORDER, LANES)
 

@@ -47,7 +47,8 @@ def test_a_row_that_lost_its_last_bits(monkeypatch):
 
 
 def test_a_compressed_row_through_two_roundings_of_which_one_is_coarse(tmp_path, monkeypatch):
-    wrong = mutant(compress_file, tmp_path, ("tl.store(main + d, bf16_rn(y)", "tl.store(main + d, bf16_rn(y * 1.01)"))
+    wrong = mutant(compress_file, tmp_path, ("store_bf16_tile(main_rows, target * main_stride, live, y",
+                                             "store_bf16_tile(main_rows, target * main_stride, live, y * 1.01"))  # fmt: skip
     monkeypatch.setattr(candidates, "compress", wrong.compress)
     for v in only(run(HCA, "attn.compressor.row"), "attn.compressor.row"):
         assert v.output == "row" and {"entry", "page"} <= set(v.worst)
