@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .kernels.expert_plan import plan_experts
+from .kernels.expert_plan import in_ascending_order, plan_experts
 from .kernels.expert_sum import sum_experts
 from .kernels.experts import block_height, expert_down, expert_gate_up
 from .kernels.gemm_fp8 import gemm_fp8
@@ -21,15 +21,24 @@ def moe(
     """Normed input bfloat16 [t, D], its quantised form and token ids int64 [t] -> bfloat16 [t, D]."""
     config = weights.config
     chosen, share = route(x, ids, layer.ffn, config.num_experts_per_tok, config.routed_scaling_factor)
-    experts, chosen = weights.experts(layer.name, chosen)
+    first, *others = weights.pieces(layer.name, chosen)
+    routed = routed_experts(codes, scales, first, share, layer.name, weights)
+    for part in others:  # a pair is in one part, and its bits do not depend on the others
+        y = routed_experts(codes, scales, part, share, layer.name, weights)
+        routed = torch.where(part.view(-1, 1) >= 0, y, routed)
+    shared = shared_expert(codes, scales, layer.ffn.shared, config.swiglu_limit)
+    return sum_experts(routed, in_ascending_order(chosen), shared, tiles.expert_sum)
+
+
+def routed_experts(codes: Tensor, scales: Tensor, chosen: Tensor, share: Tensor, layer: str, weights: Weights) -> Tensor:
+    """float32 [t*k, D], a row a pair; undefined where `chosen` [t, k] is -1."""
+    experts, chosen = weights.experts(layer, chosen)
     plan = plan_experts(chosen, experts.count, block_height())
     h = expert_gate_up(
         codes, scales, experts.w1.codes, experts.w1.scales, experts.w3.codes, experts.w3.scales,
-        share, plan, config.swiglu_limit,
+        share, plan, weights.config.swiglu_limit,
     )  # fmt: skip
-    routed = expert_down(*h, experts.w2.codes, experts.w2.scales, plan)
-    shared = shared_expert(codes, scales, layer.ffn.shared, config.swiglu_limit)
-    return sum_experts(routed, plan.summands, shared, tiles.expert_sum)
+    return expert_down(*h, experts.w2.codes, experts.w2.scales, plan)
 
 
 def route(x: Tensor, ids: Tensor, w: MoEWeights, top_k: int, scaling: float) -> tuple[Tensor, Tensor]:

@@ -142,7 +142,8 @@ class MTPWeights:
 
 
 class Weights:
-    """A store's weights on a device. `memory` bounds the bytes of layers and experts that are kept between uses."""
+    """A store's weights on a device. `memory` bounds the bytes that are kept between uses, and the experts of a step; the
+    embedding, the head and one layer are there in any case."""
 
     def __init__(self, store: WeightStore, device: str = "cpu", memory: int = DEFAULT_MEMORY) -> None:
         self.store, self.device, self.memory = store, device, memory
@@ -150,8 +151,10 @@ class Weights:
         self.resident = sum(info.nbytes for info in store.tensors.values()) <= memory
         self._layers: dict[str, LayerWeights] = {}
         self._experts: OrderedDict[str, Experts] = OrderedDict()
+        self._mtp: MTPWeights | None = None
         self.embedding = lru_cache(lambda: self.bf16("embed.weight"))
         self.head = lru_cache(lambda: self._head("", "norm.weight"))
+        self._projection = lru_cache(lambda: self.bf16("head.weight"))
 
     def layer(self, number: int) -> LayerWeights:
         """Layer `number`; drafter block i is layer `num_hidden_layers + i`."""
@@ -176,7 +179,7 @@ class Weights:
         """The serial MTP block. Raises BadInput where the checkpoint has none."""
         if not self.config.has_mtp:
             raise BadInput("this checkpoint has no serial MTP block")
-        return MTPWeights(
+        mtp = self._mtp or MTPWeights(
             e_proj=self.packed("mtp.0.e_proj"),
             h_proj=self.packed("mtp.0.h_proj"),
             enorm=self.f32("mtp.0.enorm.weight"),
@@ -184,6 +187,16 @@ class Weights:
             layer=self.layer(self.config.num_hidden_layers),
             head=self._head("mtp.0.", "mtp.0.norm.weight"),
         )
+        if self.resident:
+            self._mtp = mtp
+        return mtp
+
+    def pieces(self, layer: str, chosen: Tensor) -> list[Tensor]:
+        """int32 `chosen` [t, k] in parts whose experts fit into memory together: each a copy with -1 for the other parts."""
+        if self.resident:
+            return [chosen]
+        numbers = chosen[chosen >= 0].unique()
+        return [torch.where(torch.isin(chosen, part), chosen, -1) for part in numbers.split(self._experts_at_once(layer))]
 
     def experts(self, layer: str, chosen: Tensor) -> tuple[Experts, Tensor]:
         """The routed experts of a layer that int32 `chosen` [t, k] names (-1: none), and `chosen` as numbers among them.
@@ -193,10 +206,8 @@ class Weights:
         """
         if self.resident:
             return self._kept(f"{layer}.ffn.experts", self._all_experts), chosen
-        numbers = chosen[chosen >= 0].unique()  # ascending, so that the order of a token's sum stays
+        numbers = chosen[chosen >= 0].unique()  # ascending
         used = [self._kept(f"{layer}.ffn.experts.{e}", self._expert) for e in numbers.tolist()]
-        while sum(e.nbytes for e in self._experts.values()) > self.memory and len(self._experts) > 1:
-            self._experts.popitem(last=False)
         local = torch.searchsorted(numbers.int(), chosen.contiguous()).int()
         return side_by_side(used), torch.where(chosen < 0, -1, local)
 
@@ -204,7 +215,22 @@ class Weights:
         if key not in self._experts:
             self._experts[key] = read(key)
         self._experts.move_to_end(key)
+        while sum(e.nbytes for e in self._experts.values()) > self._room and len(self._experts) > 1:
+            self._experts.popitem(last=False)
         return self._experts[key]
+
+    @property
+    def _room(self) -> int:
+        """Bytes for experts that are kept: what embedding and head leave, less those that lie side by side for a step."""
+        return (self.memory - self._bytes("embed.weight") - self._bytes("head.weight")) // 2
+
+    def _experts_at_once(self, layer: str) -> int:
+        first = f"{layer}.ffn.experts.0"
+        one = sum(self._bytes(f"{first}.{part}.{what}") for part in ("w1", "w2", "w3") for what in ("weight", "scale"))
+        return max(1, self._room // one)
+
+    def _bytes(self, name: str) -> int:
+        return self.store.tensors[name].nbytes
 
     def _all_experts(self, name: str) -> Experts:
         return side_by_side([self._expert(f"{name}.{e}") for e in range(self.config.n_routed_experts)])
@@ -279,7 +305,7 @@ class Weights:
         return HyperWeights(*(self.f32(f"{name}_{part}") for part in ("fn", "base", "scale")))
 
     def _head(self, prefix: str, norm: str) -> HeadWeights:
-        return HeadWeights(self._hyper(f"{prefix}hc_head"), self.f32(norm), self.bf16("head.weight"))
+        return HeadWeights(self._hyper(f"{prefix}hc_head"), self.f32(norm), self._projection())
 
 
 def scale_bytes(scales: Tensor, name: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Storages of base models in the engine: FP8 experts, float32 scales, FP8 compressors; and what it refuses."""
+"""Weights of the engine: storages of base models, what it refuses, and experts that do not fit into memory together."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ import torch
 from engine_cases import layer_config, with_numerator
 from torch import Tensor
 
+from optimized import weights as weights_module
 from optimized.engine import Engine
+from optimized.kernels.quantize import quantize_activation
+from optimized.moe import moe
+from optimized.tiles import tiles_for_model
 from optimized.weights import Weights
 from reference.checkpoint.dequantize import dequantize
 from reference.checkpoint.manifest import FP8_BLOCK
@@ -107,3 +111,24 @@ def test_experts_of_two_forms_in_a_layer_are_refused() -> None:
     part = {name: tensor for name, tensor in whole.items() if ".w2." in name}
     with pytest.raises(BadInput, match="FP4 in one part"):
         read(BaseStore(part))
+
+
+@pytest.mark.parametrize("room", [0, 3])
+def test_a_step_in_pieces_of_its_experts_has_the_bits_of_the_whole(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room for no expert, so one at a time, and for three: never more are read for a piece, nor kept after it."""
+    store = ProceduralStore(CONFIG)
+    want = stepped(Weights(store))
+    one = Weights(store, memory=0).experts("layers.0", torch.zeros(1, 1, dtype=torch.int32))[0].nbytes
+    held = 2 * store.tensors["embed.weight"].nbytes
+    weights, pieces = Weights(store, memory=held + 2 * room * one), []
+    assert not weights.resident
+    join = weights_module.side_by_side
+    monkeypatch.setattr(weights_module, "side_by_side", lambda experts: pieces.append(len(experts)) or join(experts))
+    assert torch.equal(stepped(weights), want)
+    assert len(pieces) > 1 and max(pieces) == max(room, 1) == len(weights._experts)
+
+
+def stepped(weights: Weights) -> Tensor:
+    """One layer's experts on tokens that choose different ones."""
+    x = torch.randn(6, CONFIG.hidden_size, generator=torch.Generator().manual_seed(3)).bfloat16()
+    return moe(x, *quantize_activation(x), torch.arange(6), weights.layer(0), weights, tiles_for_model(CONFIG))

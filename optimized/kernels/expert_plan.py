@@ -47,10 +47,14 @@ def plan_experts(experts: Tensor, count: int, height: int) -> ExpertPlan:
     rows = torch.full((blocks * height + 1,), -1, dtype=torch.int32, device=device)
     rows[place] = order.int()
     owner = torch.searchsorted(ends, torch.arange(blocks, device=device), right=True)
-    by_expert = torch.argsort(experts, dim=1)
-    pair = torch.arange(tokens, device=device)[:, None] * slots + by_expert
     return ExpertPlan(
-        rows[:-1].view(blocks, height),
-        torch.where(owner < count, owner, -1).int(),
-        torch.where(experts.gather(1, by_expert) < 0, -1, pair).int(),
+        rows[:-1].view(blocks, height), torch.where(owner < count, owner, -1).int(), in_ascending_order(experts)
     )
+
+
+def in_ascending_order(experts: Tensor) -> Tensor:
+    """`ExpertPlan.summands` of experts int32 [t, k]."""
+    tokens, slots = experts.shape
+    by_expert = torch.argsort(experts, dim=1)
+    pair = torch.arange(tokens, device=experts.device)[:, None] * slots + by_expert
+    return torch.where(experts.gather(1, by_expert) < 0, -1, pair).int()
