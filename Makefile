@@ -7,7 +7,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: setup parity test lint aot clean
+.PHONY: setup parity test gpu lint clean
 
 setup: $(STAMP)
 
@@ -23,6 +23,11 @@ parity: setup
 
 test: setup
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup
+
+# On a machine with a GPU: the kernel tests on it, then every kernel beside its roofline.
+gpu: setup
+	$(BIN)/python -m pytest -q -m gpu
+	$(BIN)/v4parity bench kernels --device cuda
 
 lint: setup
 	$(BIN)/ruff check .

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,12 +12,14 @@ import pytest
 import torch
 from kernel_cases import on_device
 
-FILES = ["test_kernel_numeric.py", "test_kernel_gemm.py", "test_kernel_compress.py", "test_kernel_attention.py"]
-FILES += ["test_kernel_norm.py", "test_kernel_hyper_connection.py", "test_kernel_gemm_bf16.py"]
-FILES += ["test_kernel_router.py", "test_kernel_embed.py", "test_kernel_experts.py", "test_kernel_moe.py"]
-FILES += ["test_kernel_expert_sum.py"]
-FILES += ["test_kernel_qk_norm_rope.py", "test_kernel_window.py", "test_kernel_prefill.py"]
-FILES += ["test_kernel_index.py", "test_kernel_selection.py"]
+from optimized.kernels.costs import layer_costs
+from parity.bench.roofline import DECODE, PREFILL
+from reference.presets import preset
+
+# Not of kernels on data: how they are launched and what they cost; and gigabytes that only a CPU reserves without having them.
+OTHER = {"launch", "gpu", "costs", "sheet", "bench", "far_rows"}
+ALL = sorted(Path(__file__).parent.glob("test_kernel_*.py"))
+FILES = [path.name for path in ALL if path.stem.removeprefix("test_kernel_") not in OTHER]
 # Left out: memory that is only reserved on a CPU, and mistakes that are the interpreter's own casts.
 NOT_THERE = "not gib and not truncated"
 
@@ -30,6 +33,20 @@ def test_kernels_on_the_gpu(file):
     command = [sys.executable, "-m", "pytest", "-q", "-k", NOT_THERE, str(Path(__file__).with_name(file))]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-5000:]
+
+
+@pytest.mark.gpu
+def test_kernels_are_timed_on_the_gpu():
+    """The benchmark on a small model: every call runs, and none is faster than its roofline."""
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU: nothing to time")
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-m", "parity.cli", "bench", "kernels", "--device", "cuda", "--model", "procedural:mini"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-5000:]
+    for step in (DECODE, PREFILL):
+        assert all(f"\n{call} " in done.stdout for call in layer_costs(preset("mini"), step))
+    assert all(float(share) <= 100 for share in re.findall(r" ([\d.]+)%", done.stdout))
 
 
 def test_carrying_to_a_device_brings_outputs_back():

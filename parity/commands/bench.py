@@ -1,31 +1,53 @@
-"""`v4parity bench`: ratios of speed and memory, measured side by side in one run."""
+"""`v4parity bench`: the reference beside a peer, and the kernels beside their rooflines."""
 
 from __future__ import annotations
 
 import argparse
 import os
+from pathlib import Path
 from typing import Any
 
 from .. import options
 
 
 def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("bench", help="speed: the reference against a peer, the kernels against a roofline")
+    what = parser.add_subparsers(title="what to measure", dest="what", required=True, metavar="WHAT")
+    _add_reference(what)
+    _add_kernels(what)
+
+
+def _add_reference(subparsers: Any) -> None:
     parser = subparsers.add_parser(
-        "bench",
-        help="speed and memory against a peer, as ratios from one run",
-        description="`bench reference`: the reference against transformers (extra `oracle`), same weights in float32, one "
-        "process a measurement, alternating. Bare times of a shared machine say little; read the ratios.",
+        "reference",
+        help="speed and memory against transformers, as ratios from one run",
+        description="The reference against transformers (extra `oracle`): same weights in float32, one process a "
+        "measurement, alternating. Bare times of a shared machine say little; read the ratios.",
     )
-    parser.add_argument("what", choices=["reference"], help="what to measure")
     options.add_model(parser, "procedural:mini")
     parser.add_argument("--prefill", type=options.positive, default=2048, metavar="T", help="tokens at once (default 2048)")
     parser.add_argument("--decode", type=options.positive, default=32, metavar="N", help="single tokens after (default 32)")
     parser.add_argument("--repeats", type=options.positive, default=3, metavar="R", help="processes per engine (default 3)")
     parser.add_argument("--threads", type=options.positive, default=os.cpu_count(), metavar="N", help="default: all cores")
-    parser.set_defaults(main=main)
+    parser.set_defaults(main=reference)
 
 
-def main(args: argparse.Namespace) -> int:
+def _add_kernels(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "kernels",
+        help="kernels against what their bytes and products allow",
+        description="`--device cuda` times every call of a decode and a prefill step beside its roofline; `--sheet` compiles "
+        "the kernels for four GPUs, none needed, and writes what came out and the rooflines as a page.",
+    )
+    options.add_model(parser, "procedural:v4-pro")
+    how = parser.add_mutually_exclusive_group(required=True)
+    how.add_argument("--sheet", type=Path, metavar="FILE", help="write the kernel sheet there (minutes of compilation)")
+    how.add_argument("--device", choices=["cuda"], help="time the kernels on this GPU (CUDA or ROCm)")
+    parser.add_argument("--repeats", type=options.positive, default=30, metavar="R", help="runs a call (default 30)")
+    parser.set_defaults(main=kernels)
+
+
+def reference(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
@@ -47,4 +69,32 @@ def main(args: argparse.Namespace) -> int:
     Console().print(table)
     for name, value in ratios(runs["reference"], runs["transformers"]).items():
         print(f"{name:14} {value:.2f}x  (reference against transformers, medians of {args.repeats})")
+    return 0
+
+
+def kernels(args: argparse.Namespace) -> int:
+    return write_sheet(args) if args.sheet is not None else time_kernels(args)
+
+
+def write_sheet(args: argparse.Namespace) -> int:
+    from reference.checkpoint.open import open_store
+
+    from ..bench import sheet
+
+    wrong = sheet.write_sheet(args.sheet, open_store(args.model).config)
+    print("\n".join([*wrong, f"{args.sheet}: compiled, and worked out on paper; nothing ran on a GPU"]))
+    return 1 if wrong else 0
+
+
+def time_kernels(args: argparse.Namespace) -> int:
+    from reference.checkpoint.open import open_store
+
+    from ..bench.kernels import CudaClock, find_gpu, lines, measure
+    from ..bench.roofline import DECODE, PREFILL
+
+    device = find_gpu()
+    config, clock = open_store(args.model).config, CudaClock()
+    for step in (DECODE, PREFILL):
+        for line in lines(step, device, measure(config, step, device, clock, args.device, args.repeats)):
+            print(line, flush=True)
     return 0
