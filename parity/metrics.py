@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+TOP = 10  # likeliest ids that are compared as a set
 MANTISSA_BITS = {"f32": 24, "bf16": 8}  # significant bits, the hidden one counted
 _SMALLEST_EXPONENT = -126  # of both formats: below it the spacing stays
 
@@ -73,6 +74,19 @@ def cosine(c: Tensor, t: Tensor) -> float:
     if size_c == 0 or size_t == 0:
         return float(size_c == size_t)
     return float((c.flatten() / size_c) @ (t.flatten() / size_t))
+
+
+def kl(c: Tensor, t: Tensor) -> Tensor:
+    """KL divergence of softmax(t) from softmax(c) for each row, Σ p·ln(p/q) with p of t: logits [n, v] -> [n], in nats."""
+    p, q = t.log_softmax(-1), c.log_softmax(-1)
+    return torch.where(p.isinf(), 0.0, p.exp() * (p - q)).sum(-1).clamp_min(0)
+
+
+def top_overlap(c: Tensor, t: Tensor, k: int) -> float:
+    """Mean share of the k largest of each row of t [n, v] that are among the k largest of c; 1 for no rows."""
+    ours, theirs = (x.topk(k, -1).indices for x in (c, t))
+    same = (ours[:, :, None] == theirs[:, None]).any(1)
+    return float(same.double().mean()) if same.numel() else 1.0
 
 
 def _norm(x: Tensor) -> float:
