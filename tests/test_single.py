@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -204,3 +205,11 @@ def test_words_that_mean_nothing():
     with pytest.raises(ValueError, match="bf8"):
         parity.judge_op("attn.wq_b", gemm, accumulate="bf8")
     assert all(known(op.name) for op in ALONE)
+
+
+def test_the_example_of_the_docs_runs_and_passes(capsys):
+    page = (Path(__file__).parents[1] / "docs" / "single.md").read_text()
+    code = page.split("```python\n")[1].split("```")[0]
+    exec(code, {})  # our own page
+    said = capsys.readouterr().out
+    assert said.startswith("PASS attn.wo_b") and "FAIL" not in said
