@@ -16,19 +16,19 @@ from reference.block import Block
 from reference.checkpoint.loader import Loader
 from reference.checkpoint.store import WeightStore
 from reference.config import Config
-from reference.hyper_connection import HyperHead
-from reference.linear import Linear
-from reference.mtp import MTP
+from reference.errors import BadInput
 from reference.rounding import EXACT, Profile, Sites
 from reference.state import Batch, LayerState
 
 from . import cases, ops
+from .alone import Listening
 from .budget.bounded import Arithmetic
+from .drift import CHOICES, Drift, LogitsDrift, Seat, Side, distances
+from .evaluation import Evaluation, Weights
 from .judge import MismatchedShape, Stored, Verdict, judge
-from .metrics import cosine, relative_l2
 from .step import Step
 from .storage import Unfit
-from .taps import Capture
+from .whole import Carried, Turn, Whole
 
 EXPERT_MEMORY = 1 << 28  # bytes of experts kept within a layer
 
@@ -47,6 +47,7 @@ class Setting:
     how: Arithmetic
     seed: int
     judges: Judges = lambda op, phase: True  # which ops in which phase
+    whole: bool = False  # whether the candidate runs whole layers too
 
     @property
     def config(self) -> Config:
@@ -64,23 +65,18 @@ class Judged:
     missing: str | None = None
 
 
-@dataclass(frozen=True)
-class Drift:
-    """How far the twin's streams are from the truth's after a layer: the price of rounding, not of errors."""
-
-    layer: int
-    phase: str
-    relative_l2: float
-    cosine: float
-    worst_token: int
-
-
 @dataclass
 class Streams:
-    """Residual streams [t, s, D] of every phase before a layer, of the truth and of the twin."""
+    """Residual streams [t, s, D] of every phase before a layer: the truth's, the twin's, and where it runs freely the
+    candidate's own of its sampled sequences, with the error vector that is predicted for them."""
 
     truth: dict[str, Tensor]
     twin: dict[str, Tensor]
+    free: dict[str, Tensor] = field(default_factory=dict)
+    grown: dict[str, Tensor] = field(default_factory=dict)
+
+    def carried(self, phase: str) -> Carried | None:
+        return Carried(self.free[phase], self.grown[phase]) if phase in self.free else None
 
 
 @dataclass
@@ -92,18 +88,25 @@ class Flow:
     ids: list[Tensor]
     streams: Streams | None = None
     judged: list[Judged] = field(default_factory=list)
-    drift: list[Drift] = field(default_factory=list)
+    drift: list[Drift | LogitsDrift] = field(default_factory=list)
+    unfit: dict[int, str] = field(default_factory=dict)  # layers that no kernel takes as a whole, and why
+    listening: Listening | None = None
 
     @classmethod
     def start(cls, setting: Setting) -> Flow:
         loader = Loader(setting.store, torch.float64, EXPERT_MEMORY)
-        return cls(setting, loader, cases.token_ids(setting.plan, setting.config.vocab_size, setting.seed))
+        ids = cases.token_ids(setting.plan, setting.config.vocab_size, setting.seed)
+        return cls(setting, loader, ids, listening=Listening(setting.store, EXPERT_MEMORY) if setting.whole else None)
 
     def begin_with_tokens(self) -> None:
         """Streams of layer 0: each token's embedding, four times."""
         embedded = {phase: self.loader.embed(self.batch(phase).ids) for phase in self.setting.plan.phases()}
         wide = {phase: x[:, None].repeat(1, self.setting.config.hc_mult, 1) for phase, x in embedded.items()}
         self.streams = Streams(dict(wide), dict(wide))
+        for phase, x in wide.items() if self.listening else ():
+            if turn := Turn.of(0, phase, self.batch(phase), self.members(phase), self.setting.plan):
+                self.streams.free[phase] = x[turn.seat.tokens]
+                self.streams.grown[phase] = torch.zeros_like(self.streams.free[phase])
 
     def members(self, phase: str) -> list[int]:
         """Sequences that have tokens in a phase."""
@@ -123,23 +126,29 @@ class Flow:
 
     def run_layer(self, layer: int) -> Iterator[Judged]:
         """All phases of one layer; verdicts as they come."""
-        c, setting = self.setting.config, self.setting
-        drafter = layer >= c.num_hidden_layers
-        mtp = self.loader.mtp(layer - c.num_hidden_layers) if drafter else None
-        block = mtp.block if mtp else self.loader.block(layer)
-        work = _Layer(self, layer, block, mtp, self._states(layer, block, EXACT), self._states(layer, block, setting.profile))
-        streams = self.streams or self._synthetic(layer)
-        out = Streams({}, {})
+        setting, weights = self.setting, Weights.load(self.loader, self.setting.config, layer)
+        truth, twin = (Evaluation(weights, p, self._states(layer, weights.block, p)) for p in (EXACT, setting.profile))
+        streams, out = self.streams or self._synthetic(layer), Streams({}, {})
+        work = _Layer(self, weights, truth, twin, self._whole(twin, bool(streams.free)))
         for phase in setting.plan.phases():
             step = work.run(phase, streams, out)
-            self.drift.append(_drift(layer, phase, out))
             if phase in setting.plan.judged:
                 for result in judge_step(step, [op for op in setting.ops if setting.judges(op, phase)]):
                     self.judged.append(result)
                     yield result
                 work.earlier = last_tokens(step)
         if self.streams:
-            self.streams = out
+            self.streams = out if out.free.keys() == streams.free.keys() else Streams(out.truth, out.twin)
+
+    def _whole(self, twin: Evaluation, own: bool) -> Whole | None:
+        if self.listening is None:
+            return None
+        layer = twin.weights.layer
+        try:
+            return Whole.start(self.listening, twin, self.setting.plan, self.setting.seed, own, same=layer == 0)
+        except BadInput as error:
+            self.unfit[layer] = str(error)
+            return None
 
     def _states(self, layer: int, block: Block, profile: Profile) -> list[LayerState]:
         """What each sequence has behind it: nothing, or a synthetic past, the same draw for truth and twin."""
@@ -164,52 +173,46 @@ def _generator(seed: int, layer: int, sequence: int) -> torch.Generator:
 
 @dataclass
 class _Layer:
-    """The weights of one layer and the states of both engines between phases."""
+    """Everybody's evaluation of one layer, between phases."""
 
     flow: Flow
-    layer: int
-    block: Block
-    mtp: MTP | None
-    truth: list[LayerState]
-    twin: list[LayerState]
+    weights: Weights
+    truth: Evaluation
+    twin: Evaluation
+    whole: Whole | None
     earlier: dict[str, Stored] = field(default_factory=dict)
 
     def run(self, phase: str, streams: Streams, out: Streams) -> Step:
-        """Truth and twin take a phase's tokens; the twin's payloads are kept for replay."""
-        flow, setting = self.flow, self.flow.setting
-        batch, members = flow.batch(phase, int(self.mtp is not None)), flow.members(phase)
-        name = cases.layer_name(setting.config, self.layer)
-        capture = Capture([f"{name}.", f"{name.removesuffix('block')}"], ops.wanted_taps(setting.ops))
-        out.truth[phase], after = self._step(streams.truth[phase], batch, [self.truth[i] for i in members], Sites())
-        self._keep(self.truth, members, after)
-        before = [self.twin[i] for i in members]
-        sites = Sites(setting.profile, capture)
-        out.twin[phase], after = self._step(streams.twin[phase], batch, before, sites)
-        self._keep(self.twin, members, after)
-        return Step(setting.config, self.layer, phase, self.block, self.mtp, batch, streams.twin[phase], flow.loader.embed,
-                    self._head(), capture, before, after, Sites(setting.profile), setting.how, setting.seed,
+        """All take a phase's tokens, and their distances are noted; the twin's payloads are kept for replay."""
+        flow, setting, w, members = self.flow, self.flow.setting, self.weights, self.flow.members(phase)
+        batch, before = flow.batch(phase, int(w.mtp is not None)), self.twin.of(members)
+        capture = w.capture(ops.wanted_taps(setting.ops) | set(CHOICES))
+        truth = self.truth.run(streams.truth[phase], batch, members, w.capture(set(CHOICES)))
+        twin = self.twin.run(streams.twin[phase], batch, members, capture)
+        out.truth[phase], out.twin[phase] = truth.streams, twin.streams
+        step = Step(setting.config, w.layer, phase, w.block, w.mtp, batch, streams.twin[phase], flow.loader.embed, w.head,
+                    capture, before, self.twin.of(members), Sites(setting.profile), setting.how, setting.seed,
                     earlier=self.earlier)  # fmt: skip
+        seat = Seat.of(w.layer, phase, batch, range(len(members)))
+        flow.drift += distances(seat, "rounding", twin, truth)
+        if turn := Turn.of(w.layer, phase, batch, members, setting.plan):
+            self._run_whole(turn, streams, twin, truth, out)
+        return step
 
-    def _head(self) -> tuple[HyperHead, Tensor, Linear] | None:
-        """What stands behind this layer: the model's head, or the drafter's, which shares the output matrix."""
-        if "head" not in cases.layer_kinds(self.flow.setting.config, self.layer):
-            return None
-        head = self.flow.loader.head()
-        return (self.mtp.hc_head, self.mtp.norm, head[2]) if self.mtp else head
-
-    def _step(self, x: Tensor, batch: Batch, states: list[LayerState], sites: Sites) -> tuple[Tensor, list[LayerState]]:
-        """[t, s, D] -> [t, s, D]; MTP puts out what its head sees, [t, 1, D]."""
-        if self.mtp is None:
-            return self.block(x, batch, states, sites.block(cases.layer_name(self.flow.setting.config, self.layer)))
-        embedded = sites("embed", self.flow.loader.embed(batch.ids))
-        index = self.layer - self.flow.setting.config.num_hidden_layers
-        y, after = self.mtp(x, embedded, batch, states, f"mtp.{index}", sites)
-        return y[:, None], after
-
-    @staticmethod
-    def _keep(states: list[LayerState], members: list[int], after: list[LayerState]) -> None:
-        for i, state in zip(members, after, strict=True):
-            states[i] = state
+    def _run_whole(self, turn: Turn, streams: Streams, twin: Side, truth: Side, out: Streams) -> None:
+        """The candidate's layer, unless its weights turn out to be none that a kernel takes."""
+        if self.whole is None:
+            return
+        phase, tokens = turn.seat.phase, turn.seat.tokens
+        twin, truth = (side.of(tokens, turn.sequences) for side in (twin, truth))
+        try:
+            said, own = self.whole.run(turn, streams.twin[phase][tokens], twin, truth, streams.carried(phase))
+        except BadInput as error:
+            self.whole, self.flow.unfit[turn.seat.layer] = None, str(error)
+            return
+        self.flow.drift += said
+        if own:
+            out.free[phase], out.grown[phase] = own.streams, own.error
 
 
 def judge_step(step: Step, chosen: Sequence[ops.Op]) -> Iterator[Judged]:
@@ -266,9 +269,3 @@ def raised(output: str, error: Exception) -> Verdict:
     """The verdict on a candidate that puts out nothing, or not what the op puts out."""
     words = f"{type(error).__name__}: {error}".split("\n")[0]
     return Verdict(output, 0, 0, 0, {"raised": math.inf}, {"error": words[:200]}, None, "none")
-
-
-def _drift(layer: int, phase: str, out: Streams) -> Drift:
-    truth, twin = out.truth[phase], out.twin[phase]
-    by_token = (twin - truth).flatten(1).norm(dim=1) / truth.flatten(1).norm(dim=1).clamp_min(2.0**-1000)
-    return Drift(layer, phase, relative_l2(twin, truth), cosine(twin, truth), int(by_token.argmax()))

@@ -18,7 +18,8 @@ from reference.config import Config
 from reference.errors import BadInput
 
 from .cases import layer_id
-from .flow import Drift, Judged
+from .drift import Drift, LogitsDrift
+from .flow import Judged
 from .judge import Verdict, finite_or_none
 
 SCHEMA_VERSION = 1
@@ -89,10 +90,11 @@ def merged(missing: Iterable[Record]) -> list[Record]:
     return list(found.values())
 
 
-def drift_record(config: Config, drift: Drift) -> Record:
-    """How far rounding alone has taken the twin's streams from the truth's after a layer."""
+def drift_record(config: Config, drift: Drift | LogitsDrift) -> Record:
+    """A distance behind a layer: `drift` of the streams, `logits` behind the last one."""
     fields = {name: _finite(x) if isinstance(x, float) else x for name, x in asdict(drift).items()}
-    return {"record": "drift", "layer_id": layer_id(config, drift.layer), "kind": config.kind(drift.layer), **fields,
+    kind = "drift" if isinstance(drift, Drift) else "logits"
+    return {"record": kind, "layer_id": layer_id(config, drift.layer), "kind": config.kind(drift.layer), **fields,
             "volatile": {}}  # fmt: skip
 
 

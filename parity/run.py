@@ -38,7 +38,8 @@ CANDIDATES = ("optimized",)
 class Request:
     """What to run. `required` ops must be judged, or the run is incomplete. `streams` are `free-running`, the twin's
     from layer to layer, or `synthetic` at every layer. `model` is the user's word for it, if there was one. `ids` are
-    those of the first sequences, read from `ids_file`; the others' are drawn."""
+    those of the first sequences, read from `ids_file`; the others' are drawn. With `drift` the candidate runs whole layers
+    too."""
 
     layers: tuple[int, ...]
     ops: tuple[ops.Op, ...]
@@ -50,6 +51,7 @@ class Request:
     model: str = ""
     ids: tuple[Tensor, ...] = ()
     ids_file: str = ""
+    drift: bool = True
 
 
 Listener = Callable[[int, Record], None]
@@ -65,7 +67,8 @@ def run(
     header = journal.begin(_header(store, request))
     if ended := journal.ended():
         return ended
-    setting = Setting(store, profile(request.profile), request.plan, request.ops, ops.ARITHMETIC, request.seed)
+    setting = Setting(store, profile(request.profile), request.plan, request.ops, ops.ARITHMETIC, request.seed,
+                      whole=request.drift)  # fmt: skip
     flow = Flow.start(setting)
     flow.ids[: len(request.ids)] = request.ids
     names = [cases.layer_id(config, i) for i in request.layers]
@@ -94,6 +97,8 @@ def _layer(flow: Flow, layer: int, request: Request, listen: Callable[[Record], 
         at = now
     out += [records.drift_record(config, d) for d in flow.drift[drift:]]
     missing = [r for r in flow.judged[judged:] if r.missing]
+    if layer in flow.unfit:
+        out += [records.missing_record("drift", phase, flow.unfit[layer], 1, False) for phase in request.plan.judged]
     return out + [
         records.missing_record(r.op.name, r.phase, r.missing or "", 1, r.op.name in request.required) for r in missing
     ]
@@ -126,6 +131,7 @@ def _header(store: WeightStore, request: Request) -> Record:
         seed=request.seed,
         model_argument=request.model,
         streams=request.streams,
+        drift=request.drift,
         layers=[cases.layer_id(store.config, i) for i in request.layers],
         ops=[op.name for op in request.ops],
         required=sorted(request.required),

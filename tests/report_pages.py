@@ -24,7 +24,7 @@ def spoil(records: list[Record], op: str, layer: str, phase: str) -> Record:
     """Fails the first output of a verdict, in place, and counts it; infinite, at a place, with a pattern."""
     (verdict,) = [r for r in of(records, "verdict") if (r["op"], r["layer_id"], r["phase"]) == (op, layer, phase)]
     worst = {"token": 2, "head": 5, "sequence": 1, "position": 257, "channels": [48, 64]}
-    pattern = {"kind": "row_permuted", "text": "the rows are shifted by one", "fields": {}}
+    pattern = {"kind": "row_permuted", "text": "the expected rows shifted by one token", "fields": {}}
     wrong = {"verdict": "fail", "budget_used": None}
     verdict["outputs"][0] |= {**wrong, "failing_rows": 3, "worst": worst, "pattern": pattern}
     verdict |= wrong

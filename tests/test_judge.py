@@ -16,6 +16,7 @@ from judge_cases import HOW, run_layer
 from optimized.pool.geometry import RATIO
 from optimized.pool.pool import POISON
 from parity import candidates, cases, flow, ops, twins
+from parity.drift import Drift
 from parity.judge import Bytes, Codes, Dense, Places, judge
 from parity.pour import draw, pour
 from reference.checkpoint.loader import Loader
@@ -87,7 +88,9 @@ def test_streams_of_the_flow_are_those_of_the_model():
             batch = f.batch(phase)
             got = model.forward([batch.ids[s] for s in batch.sequences()], states)
             assert torch.equal(got, streams[phase])
-    assert len(f.drift) == 2 * STORE.config.num_hidden_layers and all(d.relative_l2 > 0 for d in f.drift)
+    layers = [d.layer for d in f.drift if isinstance(d, Drift)]
+    assert layers == [i for i in range(STORE.config.num_hidden_layers) for _ in plan.judged]
+    assert all(d.relative_l2 > 0 and d.curve == "rounding" for d in f.drift)
 
 
 @pytest.fixture(scope="module")

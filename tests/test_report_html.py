@@ -92,7 +92,8 @@ def test_a_run_that_failed_names_the_first_wrong_op_its_place_and_a_command():
     said = Page(render(records)).said
     assert f"✗ Wrong: 2 of {records[-1]['judged']} verdicts failed." in said
     place = "token 2, head 5, sequence 1, position 257, channels 48–64"
-    assert f"First wrong op: attn.core , layer_03, decode: {place}: the rows are shifted by one." in said
+    first = "sequence 1 position 257, head 5, channels 48..63: output attn.o_rotated is the expected rows shifted by one token."
+    assert f"First wrong op: attn.core, layer_03, decode, {first}" in said
     wrong = [r for r in of(records, "verdict") if r["verdict"] == "fail"]
     assert [r["layer_id"] for r in wrong] == ["layer_03", "layer_04"]
     assert all(reproduce(records[0], r) in said for r in wrong) and "budget used ∞; worst at " + place in said
@@ -111,7 +112,7 @@ def test_a_planted_fault_is_the_page_s_first_word(tmp_path, monkeypatch):
     assert cli.main(["run", "--model", "procedural:mini", *words, "--out", str(tmp_path / "run")]) == 1
     said = Page((tmp_path / "run" / "index.html").read_text()).said
     assert "✗ Wrong: 1 of 1 verdicts failed." in said
-    assert "First wrong op: attn.wq_a , layer_02, decode: token 0, channel 40, sequence 0, position 5" in said
+    assert "First wrong op: attn.wq_a, layer_02, decode, sequence 0 position 5, channel 40." in said
 
 
 def test_failures_beyond_the_first_are_counted(clean):

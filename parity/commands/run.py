@@ -48,6 +48,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of token ids and synthetic state (default 0)")
     parser.add_argument("--candidate", choices=["optimized"], default="optimized", help="whose kernels (default optimized)")
     add_device(parser)
+    parser.add_argument("--drift", action=argparse.BooleanOptionalAction,
+                        help="run whole layers of the candidate too, for the curves of its drift (default: where --ops names "
+                        "none)")
     parser.add_argument("--gate", action="store_true", help="an op without a kernel is a reason to fail too (exit 3)")
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out after its last finished layer")
     parser.add_argument("--out", type=Path, metavar="DIR", help=f"run directory to write (default {RUNS}/<time>-<model>)")
@@ -126,7 +129,8 @@ def build_request(args: argparse.Namespace, config: Config) -> Request:
     layers = tuple(cases.layer_numbers(args.layers, config))
     streams = "free-running" if args.layers == "all" else "synthetic"
     return Request(layers, tuple(chosen), required, plan, args.profile, args.seed, streams, args.model or "",
-                   tuple(ids.values()), str(args.ids_file) if ids else "")  # fmt: skip
+                   tuple(ids.values()), str(args.ids_file) if ids else "",
+                   args.ops is None if args.drift is None else args.drift)  # fmt: skip
 
 
 def read_prompts(file: Path, vocabulary: int) -> dict[str, Tensor]:

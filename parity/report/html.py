@@ -10,6 +10,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, select_autoescape
 
+from ..locate import headline
 from ..records import write_bytes
 from .curves import choices, panels
 from .terminal import failures, place, reproduce, scientific, share
@@ -32,9 +33,10 @@ def render(records: Sequence[Record]) -> str:
     environment.filters.update(share=share, scientific=scientific, place=place, percent=percent)
     run, verdicts = records[0], _of(records, "verdict")
     return environment.get_template("report.html.j2").render(
-        run=run, summary=records[-1], failures=failures(records), most=MOST, closest=closest(verdicts),
-        reproduce=partial(reproduce, run), missing=missing(records), heat=heatmap(run, verdicts),
-        panels=panels(_of(records, "drift")), choices=choices(_of(records, "drift")), logits=_of(records, "logits"),
+        run=run, summary=records[-1], headline=headline(records), failures=failures(records), most=MOST,
+        closest=closest(verdicts), reproduce=partial(reproduce, run), missing=missing(records),
+        heat=heatmap(run, verdicts), panels=panels(_of(records, "drift")), choices=choices(_of(records, "drift")),
+        logits=_of(records, "logits"),
         broken=[r for r in _of(records, "drift") if r.get("error")], flips=flips(verdicts), data=data(run, verdicts),
     )  # fmt: skip
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..locate import headline
 from .terminal import failures, place, reproduce, scientific, share
 
 Record = Mapping[str, Any]
@@ -16,7 +17,7 @@ CLOSEST = 5  # verdicts that used most of their budget
 def render(records: Sequence[Record]) -> str:
     """Outcome, failures with their places and one command, the fullest budgets, what was not run."""
     run, summary = records[0], records[-1]
-    parts = [f"### v4parity: {_outcome(summary)}",
+    parts = [f"### v4parity: {_outcome(summary)}", *(f"**{text(said)}**" for said in [headline(records)] if said),
              f"{text(run['model'])} · {text(run['engine'])} · profile {run['profile']['name']} · seed {run['seed']}",
              *_failures(records), *_closest(records), *_missing(records), *map(text, summary["notes"])]  # fmt: skip
     return "\n\n".join(parts) + "\n"

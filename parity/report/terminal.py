@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ..locate import headline
+
 Record = Mapping[str, Any]
 COLUMNS = ("op", "layer", "kind", "phase", "budget used", "rel. L2", "verdict")
 
@@ -53,10 +55,12 @@ def _numbers(values: Sequence[int]) -> str:
 
 
 def print_report(records: Sequence[Record], console: Console | None = None) -> None:
-    """Table of verdicts, failures with their places, what was not run, and the outcome."""
+    """What is wrong first, table of verdicts, failures with their places, what was not run, and the outcome."""
     console = console or Console()
     if not console.is_terminal:
         console = Console(width=140, no_color=True)
+    if said := headline(records):
+        console.print(escape(said) + "\n", style="bold red", soft_wrap=True, highlight=False)
     table = Table(*COLUMNS, header_style="bold", box=None, pad_edge=False)
     for r in (r for r in records if r["record"] == "verdict"):
         style = "" if r["verdict"] == "pass" else "bold red"

@@ -176,7 +176,7 @@ def test_a_click_in_the_map_shows_its_record(tab, pages):
     tab.open(pages["failing"])
     assert shown(tab) == "attn.core · layer_03 · hca"  # the first of the worst, before anything is chosen
     assert tab.ask("document.querySelector('#heat [aria-current]').title") == "attn.core, layer_03: ∞ of the budget, fail"
-    assert "the rows are shifted by one" in tab.ask("document.getElementById('record').textContent")
+    assert "the expected rows shifted by one token" in tab.ask("document.getElementById('record').textContent")
     tab.click("#heat button[title^='attn.wo_a, mtp_0']")
     assert shown(tab).startswith("attn.wo_a · mtp_0")
     command = tab.ask("document.querySelector('#record pre').textContent")

@@ -1,0 +1,96 @@
+"""The first thing that is wrong in a run, in words: an op on its own inputs, a layer as a whole, or only what came in.
+
+Source: docs/drift.md §3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Record = Mapping[str, Any]
+DEPARTS = 4.0  # times as far from the twin as the twin is from the truth; twice is what two right roundings can come to
+Cause = Literal["op", "layer", "inputs"]
+ORDER = ("sequence", "position", "head", "group", "expert", "stream", "slot", "entry", "row", "page", "page_row")
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """`op`: an op is wrong on the inputs that it had. `layer`: every op of it is right on its own inputs, and the layer as a
+    whole is not. `inputs`: every op and layer is right, and their inputs were different already. `place` names token, head
+    or expert, channels, page and row; `pattern` is the kind of mistake, where that is clear."""
+
+    cause: Cause
+    layer_id: str
+    phase: str
+    op: str = ""
+    output: str = ""
+    place: str = ""
+    pattern: str = ""
+
+    @property
+    def words(self) -> str:
+        """One line."""
+        where = f"{self.layer_id}, {self.phase}" + (f", {self.place}" if self.place else "")
+        if self.cause == "op":
+            output = "output" if self.output in ("", self.op) else f"output {self.output}"
+            said = f": {output} is {self.pattern}" if self.pattern else "" if output == "output" else f": {output}"
+            return f"first wrong op: {self.op}, {where}{said}"
+        if self.cause == "layer":
+            return f"first wrong layer: {where}: every op is right on its own inputs, the layer as a whole is not"
+        return (f"no op and no layer is wrong on its own inputs; running freely, the streams are different from {where} on: "
+                "what came in was different already")  # fmt: skip
+
+
+def first_divergence(records: Sequence[Record]) -> Divergence | None:
+    """In causal order: layers, in them phases, in them ops. None where all is right."""
+    found = [(r, _of_op(r)) for r in records if r["record"] == "verdict" and r["verdict"] == "fail"]
+    found += [(r, _of_curve(r, "layer")) for r in departures(records, "forced")]
+    found = found or [(r, _of_curve(r, "inputs")) for r in departures(records, "free")]
+    places = [{name: i for i, name in enumerate(records[0][key])} for key in ("layers", "phases")]
+
+    def when(pair: tuple[Record, Divergence]) -> list[int]:
+        return [known.get(pair[0][key], len(known)) for known, key in zip(places, ("layer_id", "phase"), strict=True)]
+
+    return min(found, key=when)[1] if found else None  # of equals the first: records are in order of ops
+
+
+def headline(records: Sequence[Record]) -> str:
+    """The first line of a report that has something to say; empty where all is right."""
+    divergence = first_divergence(records)
+    return divergence.words if divergence else ""
+
+
+def departures(records: Sequence[Record], curve: str) -> list[Record]:
+    """Drift of a curve that rounding does not explain: a right candidate rounds as the twin does, so it is as far from the
+    truth, and the two are at most twice that apart."""
+    drift = [r for r in records if r["record"] == "drift" and r.get("curve") == curve]
+    return [r for r in drift if _departs(r["relative_l2"], r.get("rounding"))]
+
+
+def _departs(distance: float | None, rounding: float | None) -> bool:
+    return distance is None or (rounding is not None and distance > DEPARTS * rounding)
+
+
+def _of_op(r: Record) -> Divergence:
+    output = next(o for o in r["outputs"] if o["verdict"] == "fail")
+    pattern = output["pattern"]["text"] if output["pattern"] else ""
+    return Divergence("op", r["layer_id"], r["phase"], r["op"], output["output"], place(output["worst"]), pattern)
+
+
+def _of_curve(r: Record, cause: Cause) -> Divergence:
+    return Divergence(cause, r["layer_id"], r["phase"], place=place(r.get("worst", {})))
+
+
+def place(worst: Mapping[str, Any]) -> str:
+    """`sequence 2 position 257, head 5, channels 448..511`."""
+    known = {name: worst[name] for name in ORDER if name in worst}
+    parts = [f"{name.replace('_', ' ')} {at}" for name, at in known.items() if name not in ("sequence", "position")]
+    token = " ".join(f"{name} {known[name]}" for name in ("sequence", "position") if name in known)
+    if "channels" in worst:
+        first, behind = worst["channels"]
+        parts.append(f"channels {first}..{behind - 1}" if behind - first > 1 else f"channel {first}")
+    elif "channel" in worst:
+        parts.append(f"channel {worst['channel']}")
+    return ", ".join([*([token] if token else []), *parts, *([worst["error"]] if "error" in worst else [])])

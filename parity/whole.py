@@ -1,0 +1,98 @@
+"""The candidate's whole layer beside the twin's: on the twin's streams, on its own, and what its errors should grow to.
+
+Source: docs/drift.md §1 and §2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from reference.rounding import EXACT
+from reference.state import Batch
+
+from .alone import Alone, Listening
+from .cases import Plan
+from .drift import Drift, LogitsDrift, Seat, Side, distances, grown, pushed
+from .evaluation import Evaluation
+from .metrics import relative_l2
+
+EVERY = 5  # sequences that whole layers run: a kernel in an interpreter takes its time by the token
+
+
+def sample(plan: Plan) -> list[int]:
+    """Numbers of the sequences that whole layers run: every fifth, the last one among them."""
+    return list(range(len(plan.sequences)))[::-1][::EVERY][::-1]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A phase of the sampled sequences: `members` of the plan, their own batch, and where their tokens are in the whole."""
+
+    batch: Batch
+    members: list[int]
+    seat: Seat
+    sequences: Tensor
+
+    @classmethod
+    def of(cls, layer: int, phase: str, batch: Batch, members: Sequence[int], plan: Plan) -> Turn | None:
+        """None where no sampled sequence has tokens."""
+        chosen = [b for b, member in enumerate(members) if member in sample(plan)]
+        if not chosen:
+            return None
+        seat = Seat.of(layer, phase, batch, chosen)
+        own = Batch(batch.ids[seat.tokens], batch.positions[seat.tokens], [0, *(seat.last + 1).tolist()])
+        return cls(own, [members[b] for b in chosen], seat, torch.tensor(chosen))
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What a phase of the candidate takes from layer to layer: its own streams [t, s, D], and the error they should have by
+    now, a vector of the same shape."""
+
+    streams: Tensor
+    error: Tensor
+
+
+@dataclass
+class Whole:
+    """One layer. `free` is `forced` itself where both have the same streams, `smooth` and `nudged` are the twin without its
+    rounding, on its streams and a little beside them; without streams of its own there is only `forced`."""
+
+    forced: Alone
+    free: Alone | None
+    smooth: Evaluation
+    nudged: Evaluation
+
+    @classmethod
+    def start(cls, weights: Listening, twin: Evaluation, plan: Plan, seed: int, own: bool, same: bool) -> Whole:
+        """Before the first phase; `own`: the candidate has streams of its own, `same`: they are the twin's still. Raises
+        BadInput for weights that no kernel takes."""
+        spans = {i: (s.start, s.start + sum(s.tokens.get(p, 0) for p in plan.phases())) for i, s in enumerate(plan.sequences)}
+        here = {i: (twin.states[i], *spans[i]) for i in sample(plan)}
+
+        def alone() -> Alone:
+            return Alone.start(weights, twin.weights.layer, twin.weights.has_head, here, seed, twin.profile.name)
+
+        forced = alone()
+        return cls(forced, (forced if same else alone()) if own else None, twin.fork(EXACT), twin.fork(EXACT))
+
+    def run(
+        self, turn: Turn, given: Tensor, twin: Side, truth: Side, own: Carried | None
+    ) -> tuple[list[Drift | LogitsDrift], Carried | None]:
+        """One phase, on the twin's streams `given` and on the candidate's own -> distances, and what the next layer gets.
+        All are of the sampled tokens."""
+        rounding = relative_l2(twin.streams, truth.streams)
+        forced = self.forced.run(given, turn.batch, turn.members)
+        said = distances(turn.seat, "forced", forced, twin, rounding)
+        if own is None or self.free is None:
+            return said, None
+        free = forced if self.free is self.forced else self.free.run(own.streams, turn.batch, turn.members)
+        base = self.smooth.streams(given, turn.batch, turn.members)
+        before = pushed(lambda x: self.nudged.streams(x, turn.batch, turn.members), given, base, own.error)
+        error = grown(before, forced.streams - twin.streams)
+        predicted = float(error.norm() / twin.streams.norm())
+        return said + distances(turn.seat, "free", free, twin, rounding, predicted), Carried(free.streams, error)
