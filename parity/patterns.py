@@ -85,7 +85,8 @@ def explain(c: Tensor, t: Tensor, room: Tensor, axes: Sequence[str], earlier: Te
 def _nan(w: Wrong) -> Pattern | None:
     if not bool(w.c[w.far].isnan().all()):
         return None
-    return Pattern("nan", f"NaN {_where(w)}, and right elsewhere", {"elements": int(w.far.sum())})
+    rest = "" if bool(w.far.all()) else ", and right elsewhere"
+    return Pattern("nan", f"NaN {_where(w)}{rest}", {"elements": int(w.far.sum())})
 
 
 def _zeros(w: Wrong) -> Pattern | None:
@@ -264,9 +265,9 @@ def _span(w: Wrong) -> list[int]:
 
 
 def _where(w: Wrong) -> str:
-    first, last = _span(w)
-    channels = "" if (first, last) == (0, w.c.shape[1]) else f"channels {first}–{last - 1} of "
-    return f"in {channels}{_rows(w)}"
+    first, behind = _span(w)
+    span = f"channel {first}" if behind - first == 1 else f"channels {first}–{behind - 1}"
+    return f"in {'' if (first, behind) == (0, w.c.shape[1]) else f'{span} of '}{_rows(w)}"
 
 
 def _rows(w: Wrong) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from decimal import Decimal, localcontext
 from fractions import Fraction
 
 import ml_dtypes
@@ -32,6 +33,58 @@ def test_relative_l2_cosine_and_max_abs_are_the_exact_ones(seed):
     assert round(d.relative_l2, DECIMALS) == round(math.sqrt(error / size_b), DECIMALS)
     assert round(d.cosine, DECIMALS) == round(float(inner) / math.sqrt(size_a * size_b), DECIMALS)
     assert Fraction(d.max_abs) == max(abs(x - y) for x, y in zip(a, b, strict=True))
+
+
+def exact_ulp(x: Fraction, bits: int) -> Fraction:
+    """Spacing of a binary format of so many significant bits at |x|, by search."""
+    exponent = -126
+    while abs(x) >= Fraction(2) ** (exponent + 1):
+        exponent += 1
+    return Fraction(2) ** (exponent + 1 - bits)
+
+
+@pytest.mark.parametrize(("form", "bits"), [("bf16", 8), ("f32", 24)])
+def test_ulp_distances_are_the_exact_ones(form, bits):
+    t = torch.tensor([1.0, -1.999, 2.0, 3e-39, 0.0, 448.0, -1e-3], dtype=torch.float64)
+    c = t + torch.tensor([2**-9, -(2**-7), 3 * 2**-8, 2.0**-149, 2.0**-140, 1.0, 1e-5], dtype=torch.float64)
+    pairs = zip(fractions(c), fractions(t), strict=True)
+    apart = sorted(abs(x - y) / exact_ulp(y, bits) for x, y in pairs)
+    d = metrics.distance(c, t, form)
+    assert [Fraction(x) for x in (d.ulp_median, d.ulp_p99, d.ulp_max)] == [apart[3], apart[6], apart[6]]
+
+
+def exact_kl(p: list[int], q: list[int]) -> Decimal:
+    """Of two distributions given by whole weights, to fifty digits."""
+    with localcontext(prec=50):
+        shares = [[Decimal(n) / sum(weights) for n in weights] for weights in (p, q)]
+        return sum((a * (a / b).ln() for a, b in zip(*shares, strict=True)), Decimal(0))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_kl_is_the_exact_one_in_its_direction(seed):
+    p, q = (torch.randint(1, 50, (3, 6), generator=generator(seed + at)) for at in (0, 100))
+    found = metrics.kl(q.double().log() - 7, p.double().log() + 3)  # a shift of all logits is nothing
+    for x, a, b in zip(found.tolist(), p.tolist(), q.tolist(), strict=True):
+        assert abs(Decimal(x) - exact_kl(a, b)) < Decimal(10) ** -DECIMALS
+        assert abs(Decimal(x) - exact_kl(b, a)) > Decimal(10) ** -4
+    assert metrics.kl(p.double(), p.double()).tolist() == [0.0] * 3
+
+
+def test_kl_of_what_cannot_be():
+    never, ever = torch.tensor([[0.0, -math.inf]]), torch.tensor([[0.0, 0.0]])
+    assert round(float(metrics.kl(ever.double(), never.double())), DECIMALS) == round(math.log(2), DECIMALS)
+    assert metrics.kl(never.double(), ever.double()).item() == math.inf
+
+
+@pytest.mark.parametrize("k", [1, 3, 8])
+def test_overlap_counts_the_common_ones_of_two_sets(k):
+    c, other = (torch.randperm(40, generator=generator(seed)).view(5, 8).double() for seed in (1, 2))
+    t = torch.cat([c[:2], other[2:]])
+    largest = [[set(x.sort(descending=True).indices[:k].tolist()) for x in rows] for rows in (c, t)]
+    exact = sum(Fraction(len(a & b), k) for a, b in zip(*largest, strict=True)) / 5
+    assert round(metrics.top_overlap(c, t, k), DECIMALS) == round(float(exact), DECIMALS)
+    assert k == 8 or 0 < exact < 1
+    assert metrics.top_overlap(c[:0], t[:0], k) == 1.0
 
 
 @pytest.mark.parametrize("form", ["bf16", "f32"])
