@@ -10,6 +10,7 @@ from torch import Tensor
 from .checkpoint.loader import Loader
 from .checkpoint.store import WeightStore
 from .errors import BadInput
+from .linear import Products
 from .norm import rms_norm
 from .rounding import EXACT, Profile, Sites, Tap
 from .state import Batch, LayerState, SequenceState
@@ -21,7 +22,8 @@ class Model:
     """DeepSeek-V4 over a weight store, in float32 or float64, with a rounding profile.
 
     Ragged batches, one-shot, chunked anywhere or token by token: same rows, same logits. `memory` bounds the bytes of
-    weights kept between uses. Bits may depend on the shape of a batch: the matrix products of the platform do.
+    weights kept between uses; `products` multiply with stored weights in the reference's place. Bits may depend on the
+    shape of a batch: the matrix products of the platform do.
     """
 
     def __init__(
@@ -31,9 +33,10 @@ class Model:
         profile: Profile = EXACT,
         memory: int = DEFAULT_MEMORY,
         tap: Tap | None = None,
+        products: Products | None = None,
     ) -> None:
         self.config = store.config
-        self.loader = Loader(store, dtype, memory)
+        self.loader = Loader(store, dtype, memory, products)
         self.sites = Sites(profile, tap)
 
     def batch(self, tokens: Sequence[Tensor], states: Sequence[SequenceState]) -> Batch:

@@ -5,15 +5,17 @@ Source: docs/model.md §7.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
-from .linear import Linear, project
+from .linear import Linear, project_all
 from .rounding import Sites
+
+TOGETHER = 8  # experts whose products are one call: enough for all threads, few enough to be held at once
 
 
 def router_scores(x: Tensor, gate: Tensor) -> Tensor:
@@ -47,9 +49,20 @@ class Expert:
 
     def __call__(self, x: Tensor, weight: Tensor | None, limit: float, sites: Sites) -> Tensor:
         """x [t, D] -> [t, D]. The routing weight [t] multiplies before w2, where it changes what w2's input rounds to."""
-        h = clamped_swiglu(project(self.w1, x, sites, "w1"), project(self.w3, x, sites, "w3"), limit)
-        h = h if weight is None else h * weight[:, None]
-        return project(self.w2, sites("h", h), sites, "w2")
+        return run_experts([self], [x], [weight], limit, [sites])[0]
+
+
+def run_experts(experts: Sequence[Expert], xs: Sequence[Tensor], weights: Sequence[Tensor | None], limit: float,
+                sites: Sequence[Sites]) -> list[Tensor]:  # fmt: skip
+    """Each expert on its own tokens: x [t, D] and routing weights [t] -> [t, D]. Products of all are called together."""
+    n = len(experts)
+    into = [w for e in experts for w in (e.w1, e.w3)]
+    wide = project_all(into, [x for x in xs for _ in range(2)], [at for at in sites for _ in range(2)], ["w1", "w3"] * n)
+    hs = []
+    for i, at in enumerate(sites):
+        h, weight = clamped_swiglu(wide[2 * i], wide[2 * i + 1], limit), weights[i]
+        hs.append(at("h", h if weight is None else h * weight[:, None]))
+    return project_all([e.w2 for e in experts], hs, sites, ["w2"] * n)
 
 
 @dataclass(frozen=True)
@@ -80,9 +93,12 @@ class MoE:
         """x [t, D] -> [t, D]: routed experts summed in ascending number, the shared one last."""
         experts, weights = self.route(x, ids, sites)
         y = torch.zeros_like(x)
-        for e in experts.unique().tolist():
-            token, slot = (experts == e).nonzero(as_tuple=True)
-            out = self.expert(e)(x[token], weights[token, slot], self.limit, sites.at("experts", e))
-            y.index_add_(0, token, out)
+        chosen = experts.unique().tolist()
+        for some in (chosen[i : i + TOGETHER] for i in range(0, len(chosen), TOGETHER)):
+            at = [(experts == e).nonzero(as_tuple=True) for e in some]
+            xs, of = [x[token] for token, _ in at], [weights[place] for place in at]
+            outs = run_experts(list(map(self.expert, some)), xs, of, self.limit, [sites.at("experts", e) for e in some])
+            for (token, _), out in zip(at, outs, strict=True):
+                y.index_add_(0, token, out)
         y += self.shared(x, None, self.limit, sites.at("shared_experts"))
         return sites("out", y)

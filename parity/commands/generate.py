@@ -12,6 +12,8 @@ from .. import options
 from ..progress import Progress
 from ..tokens import FileTokenizer, load_tokenizer
 
+PRODUCTS = ("avx512", "vector", "plain", "torch")
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -35,6 +37,8 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of sampling (default 0)")
     options.add_engine(parser)
     options.add_arithmetic(parser)
+    parser.add_argument("--products", choices=PRODUCTS, help="who multiplies with the reference's weights (docs/cpu.md; "
+                        "default: the quickest that this CPU can run)")  # fmt: skip
     parser.set_defaults(main=main)
 
 
@@ -73,13 +77,15 @@ def start(
     """The tokens after the prompt, and, where the reference computes, what loads its weights."""
     import torch
 
+    from optimized.cpu.fused import Products
     from reference.generate import Sampling, generate, sample
     from reference.model import Model
     from reference.rounding import profile
 
     sampling = Sampling(args.temperature, args.seed)
     if args.engine == "reference":
-        model = Model(store, options.DTYPES[args.dtype], profile(args.profile), args.memory)
+        products = Products(args.products)
+        model = Model(store, options.DTYPES[args.dtype], profile(args.profile), args.memory, products=products)
         return generate(model, prompt, args.max_new_tokens, sampling, on_layer), model.loader
     from optimized import generate as optimized
 
@@ -90,6 +96,13 @@ def start(
         return sample(logits.cpu(), sampling, random)
 
     return optimized.generate(engine, prompt, args.max_new_tokens, choose, on_layer), None
+
+
+def products_of(loader: Loader) -> str:
+    """Who multiplied, and on how many threads."""
+    import numba
+
+    return f"{getattr(loader.products, 'kernels', 'torch')}, {numba.get_num_threads()} threads"
 
 
 def _show(progress: Progress, tokenizer: FileTokenizer | None, made: list[int], shown: str) -> str:
@@ -115,6 +128,7 @@ def _summary(
         f"bytes touched   {store.bytes_read:,} ({options.show_bytes(store.bytes_read)})",
     ]
     if loader:
+        lines.append(f"products        {products_of(loader)}")
         lines.append(f"experts hit     {len(loader.experts_used):,} of {total:,}, read {loader.experts_read:,} times")
     lines.append(f"peak RSS        {options.show_bytes(options.peak_rss())}")
     print("\n" + "\n".join(lines), file=sys.stderr)

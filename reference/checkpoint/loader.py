@@ -19,7 +19,7 @@ from ..config import Config
 from ..errors import BadInput
 from ..hyper_connection import HyperConnection, HyperHead
 from ..indexer import Indexer
-from ..linear import Linear
+from ..linear import Linear, Products
 from ..moe import Expert, MoE
 from ..mtp import MTP
 from ..rope import Rope
@@ -38,15 +38,17 @@ def dense_bytes(store: WeightStore, dtype: torch.dtype) -> int:
 class Loader:
     """Builds the modules of `reference` from a store, in the dtype of the run.
 
-    `memory` bounds, in bytes, the weights that are kept between uses. `experts_used` names the routed experts that
-    tokens have asked for, `experts_read` counts how often one was read.
+    `memory` bounds, in bytes, the weights that are kept between uses. `products` multiply with the weights that they
+    admit as those are stored, in a resident model too; all others are dequantised here. `experts_used` names the routed
+    experts that tokens have asked for, `experts_read` counts how often one was read.
     """
 
-    def __init__(self, store: WeightStore, dtype: torch.dtype, memory: int) -> None:
+    def __init__(self, store: WeightStore, dtype: torch.dtype, memory: int, products: Products | None = None) -> None:
         self.store = store
         self.config: Config = store.config
         self.dtype = dtype
         self.memory = memory
+        self.products = products
         self.resident = dense_bytes(store, dtype) <= memory
         self.experts_used: set[str] = set()
         self.experts_read = 0
@@ -62,9 +64,13 @@ class Loader:
     def linear(self, name: str) -> Linear:
         """`name.weight` with `name.scale` where it is stored quantised."""
         scale = self.store.get(f"{name}.scale") if f"{name}.scale" in self.store.tensors else None
-        linear = Linear(self.store.get(f"{name}.weight"), scale)
+        weight = self.store.get(f"{name}.weight")
+        linear = Linear(weight, scale)
         if linear.quantized and scale is None:
             raise BadInput(f"{name}.weight is quantised but {name}.scale is missing")
+        if self.products is not None and self.products.admit(f"{self.store.identity}: {name}", weight, scale):
+            linear.products = self.products
+            return linear
         return linear.keep(self.dtype) if self.resident else linear
 
     def embed(self, ids: Tensor) -> Tensor:
