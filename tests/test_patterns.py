@@ -202,7 +202,8 @@ def test_nan_and_nothing_else():
     v = verdict(3, "bf16", plant)
     assert v.pattern is not None and (v.pattern.kind, v.pattern.fields["elements"]) == ("nan", WIDTH)
     assert "1 of 15 rows" in v.pattern.text
-    one = verdict(3, "bf16", lambda x, g: x.index_put((torch.tensor(0), torch.tensor(0), torch.tensor(9)), x.new_tensor(math.nan)))
+    at = tuple(map(torch.tensor, (0, 0, 9)))
+    one = verdict(3, "bf16", lambda x, g: x.index_put(at, x.new_tensor(math.nan)))
     assert one.pattern is not None and one.pattern.text == "NaN in channel 9 of 1 of 15 rows, and right elsewhere"
     worse = verdict(3, "bf16", lambda x, g: noise(plant(x, g), g))
     assert worse.pattern is None
