@@ -99,7 +99,7 @@ def test_describe_names_everything_that_goes_in_and_out(capsys):
     ("words", "says"),
     [
         (["cases", "attn.no", "--describe"], "no op 'attn.no'"),
-        (["cases", "streams", "--describe"], "cannot be judged alone"),
+        (["cases", "attn.indexer.rows", "--describe"], "cannot be judged alone"),
         (["cases", "attn.core"], "--out"),
         (["cases", ROW, "--describe", "--model", "procedural:mini", "--layer", "0"], "layer 0 (window) has no"),
         (["cases", "attn.core", "--describe", "--layer", "99"], "no layer 99"),

@@ -20,7 +20,6 @@ from ..ops import BY_NAME, Op
 
 # Ops of the table that cannot be judged alone, and why.
 LEFT_OUT = {
-    "streams": "an addition in an engine's wiring: nothing rounds but its storage",
     "attn.indexer.rows": "row numbers of this project's pool: an engine's own pool numbers rows its own way",
 }
 
@@ -99,6 +98,7 @@ attn_norm                      : hc_attn.u                              | attn_n
 ffn_norm                       : hc_ffn.u                               | ffn_norm.weight      | ffn_norm ffn_norm.codes?
 attn.q_norm                    : attn.wq_a                              | attn.q_norm.weight   | attn.q_norm attn.q_norm.codes?
 norm                           : hc_head                                | norm.weight          | norm
+streams                        : e_proj h_proj                          |                      | streams
 hc_attn.pre                    : streams                                | hc_attn              | hc_attn.u hc_attn.post hc_attn.comb
 hc_ffn.pre                     : hc_attn.streams                        | hc_ffn               | hc_ffn.u hc_ffn.post hc_ffn.comb
 hc_attn.streams                : streams attn.wo_b hc_attn.post hc_attn.comb |                 | hc_attn.streams

@@ -96,7 +96,7 @@ def given_step(inputs: Inputs, how: Arithmetic) -> GivenStep:
     mtp = loader.mtp(layer - config.num_hidden_layers) if drafter else None
     block = mtp.block if mtp else loader.block(layer)
     head = loader.head()
-    taps = {name: x.flatten(0, 1) if name == "embed" else x for name, x in _taps(inputs).items()}
+    taps = _taps(inputs)
     streams = taps.get("streams", torch.empty(0))
     before, after = _states(inputs, block.attn)
     step = GivenStep(
@@ -145,15 +145,16 @@ def _stored(inputs: Inputs) -> dict[str, Stored]:
 
 
 def _taps(inputs: Inputs) -> dict[str, Tensor]:
-    """Payloads in float64, or as integers."""
-    out = {}
+    """Payloads in float64, or as integers; MTP's embedding without an axis of streams, its `h_proj` with one."""
+    out: dict[str, Tensor] = {}
     for name in inputs.contract.inputs:
         if ITEMS[name].storage == "key":
             out[name] = dequantised(inputs, name)
         elif ITEMS[name].storage != "e4m3":
             x = inputs[name]
             out[name] = x.double() if x.is_floating_point() else x.long()
-    return out
+    shaped = {"embed": lambda x: x.flatten(0, 1), "h_proj": lambda x: x.unflatten(0, (len(inputs["ids"]), -1))}
+    return {name: shaped[name](x) if name in shaped else x for name, x in out.items()}
 
 
 def dequantised(inputs: Inputs, name: str) -> Tensor:
