@@ -28,10 +28,11 @@ def add_parser(subparsers: Any) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from ..records import read_lines, write_bytes
+    from ..attribution.files import joined
+    from ..records import write_bytes
     from ..report import html, junit, markdown, table, terminal
 
-    records: list[Mapping[str, Any]] = list(read_lines(args.run))
+    records: list[Mapping[str, Any]] = list(joined(args.run))
     if args.module:
         try:
             records = table.of_module(records, args.module)

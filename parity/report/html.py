@@ -12,6 +12,7 @@ from jinja2 import Environment, PackageLoader, select_autoescape
 
 from ..locate import headline
 from ..records import write_bytes
+from .attribution import bars, of_drift
 from .curves import choices, panels
 from .terminal import failures, place, reproduce, scientific, share
 
@@ -28,17 +29,22 @@ def write_html(records: Sequence[Record], path: Path) -> None:
 
 def render(records: Sequence[Record]) -> str:
     """The whole page. A record of a kind that this page does not know is left out."""
-    environment = Environment(loader=PackageLoader("parity", "report"), autoescape=select_autoescape(default=True),
-                              trim_blocks=True, lstrip_blocks=True)  # fmt: skip
-    environment.filters.update(share=share, scientific=scientific, place=place, percent=percent)
     run, verdicts = records[0], _of(records, "verdict")
-    return environment.get_template("report.html.j2").render(
+    return environment().get_template("report.html.j2").render(
         run=run, summary=records[-1], headline=headline(records), failures=failures(records), most=MOST,
         closest=closest(verdicts), reproduce=partial(reproduce, run), missing=missing(records),
         heat=heatmap(run, verdicts), panels=panels(_of(records, "drift")), choices=choices(_of(records, "drift")),
-        logits=_of(records, "logits"),
+        logits=_of(records, "logits"), attributions=bars(_of(records, "attribution")),
         broken=[r for r in _of(records, "drift") if r.get("error")], flips=flips(verdicts), data=data(run, verdicts),
     )  # fmt: skip
+
+
+def environment() -> Environment:
+    """Templates of pages: every text is escaped."""
+    made = Environment(loader=PackageLoader("parity", "report"), autoescape=select_autoescape(default=True),
+                       trim_blocks=True, lstrip_blocks=True)  # fmt: skip
+    made.filters.update(share=share, scientific=scientific, place=place, percent=percent, of_drift=of_drift)
+    return made
 
 
 def _of(records: Sequence[Record], kind: str) -> list[Record]:
