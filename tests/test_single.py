@@ -14,7 +14,7 @@ from parity import ops
 from parity.budget.bounded import ACCUMULATE
 from parity.cases import layer_kinds
 from parity.single.contract import ITEMS, LEFT_OUT, known
-from parity.single.drawing import default_batch, draw
+from parity.single.drawing import default_batch, draw, ragged
 from parity.single.given import GivenTaps, given_step
 from parity.single.verdict import judge_outputs
 from reference import formats
@@ -166,6 +166,28 @@ def test_a_users_kernel_has_its_verdict(op, cases, right, wrong):
     assert good.passed and good.budget_used <= 1, good.report()
     assert not bad.passed and bad.report().startswith(f"FAIL {op}")
     assert "bound" in bad.report() and "worst" in bad.report() and "λ = " in bad.report()
+
+
+def top(x, last=None):
+    """Picks by torch, in the order of their scores."""
+    k, table = x.config.index_topk, x["attn.indexer.scores"]
+    picks = torch.full((len(table), k), -1, dtype=torch.int32)
+    for t, p in enumerate(x["positions"].tolist()):
+        chosen = table[t, : (p + 1) // 4].argsort(descending=True)[:k]
+        picks[t, : len(chosen)] = chosen.int()
+    if last is not None:
+        picks[-1, -1] = last
+    return picks
+
+
+def test_picks_of_near_and_far_tokens_in_one_table_and_any_order():
+    batch = ragged([3, 36, 4200], [1, 1, 2], CONFIG.vocab_size, torch.Generator().manual_seed(0))
+    far = [draw("attn.indexer.picks", STORE, 2, "decode", "pool-fp8", batch)]
+    assert far[0]["attn.indexer.scores"].shape == (4, 1050)  # more keys than are judged in the near table
+    good = parity.judge_op("attn.indexer.picks", top, far)
+    assert good.passed and {v.output for v in good.cases[0].outputs} == {"attn.indexer.picks", "attn.indexer.picks.far"}
+    assert not parity.judge_op("attn.indexer.picks", lambda x: top(x, last=1050), far).passed
+    assert not parity.judge_op("attn.indexer.picks", lambda x: top(x)[:-1], far).passed
 
 
 def test_a_kernel_that_raises_or_puts_out_something_else_has_failed():

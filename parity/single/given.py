@@ -121,7 +121,7 @@ def split_tables(step: Step, name: str, x: Stored) -> dict[str, Stored]:
     assert isinstance(x, Tensor) and step.block.attn.indexer is not None
     shape = [len(seen), int(seen.max()) if scores else step.block.attn.indexer.topk]
     if list(x.shape) != shape:
-        raise BadInput(f"{name}: {list(x.shape)}, expected {shape}")
+        raise BadInput(f"tensor {name}: {list(x.shape)}, expected {shape}")
     tables: dict[str, Stored] = {}
     for suffix, tokens in indexing.tables(step).items():
         columns = int(seen[tokens].max())
