@@ -58,16 +58,18 @@ def fill(
 
 
 @njit(parallel=True, cache=True, nogil=True)
-def fill_scales(key: np.uint64, start: int, base: int, steps: Array, out: Array) -> None:
-    """Draw rows of an E8M0 scale into out [rows, n] (uint8): base + steps[random byte] + parity of row + column.
+def fill_scales(key: np.uint64, start: int, base: int, steps: Array, kinds: Array, out: Array) -> None:
+    """Draw rows of an E8M0 scale into out [rows, n] (uint8): base + steps[random byte] + kind + parity of row + column.
 
-    `steps` [256] is even, hence horizontally and vertically adjacent blocks never share an exponent.
+    `steps` [256] and `kinds` [16], of which a row has one, are even, hence horizontally and vertically adjacent blocks
+    never share an exponent.
     """
     for r in prange(out.shape[0]):
         row = key + np.uint64(start + r) * STRIDE
+        level = base + kinds[mix(row ^ STEP) & np.uint64(15)]
         for c in range(out.shape[1]):
             word = mix(row + np.uint64(c // 8) * STEP) >> np.uint64(c % 8 * 8)
-            out[r, c] = base + steps[word & np.uint64(255)] + ((start + r + c) & 1)
+            out[r, c] = level + steps[word & np.uint64(255)] + ((start + r + c) & 1)
 
 
 @njit(parallel=True, cache=True, nogil=True)

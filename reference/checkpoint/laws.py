@@ -29,6 +29,8 @@ FLAT_FACTORS = (1.0, 0.8, 1.2, 1.0)  # vocabulary rows and the router: an outlie
 COLUMN_FACTOR = 4.0
 COLUMN_PERIOD = 128
 
+CODE_STD = {"F8_E4M3": 40.0, "I8": 1.2}  # standard deviation of quantised codes, whatever their scales: clear of the ends
+
 EMBED_STD = 0.03  # small streams: the first norms feel their epsilon, as in trained models
 UPDATE_STD = 0.3 * EMBED_STD  # what one attention or expert layer adds to the streams
 BEFORE_NORM_STD = 0.1  # output of a projection that a norm follows

@@ -11,10 +11,15 @@ from .store import WeightStore
 
 
 def open_store(model: str) -> WeightStore:
-    """Open `procedural:PRESET[@seed]`, or the directory of that name. Raises BadInput for anything unfit."""
+    """Open `procedural:PRESET[@seed][/gN]` (N the generator), or the directory of that name.
+
+    Raises BadInput for anything unfit.
+    """
     if not model.startswith("procedural:"):
         return DirectoryStore(Path(model))
-    name, _, seed = model.removeprefix("procedural:").partition("@")
-    if "@" in model and not (seed.isascii() and seed.isdigit()):
-        raise BadInput(f"{model}: the seed after @ must be a whole number")
-    return ProceduralStore(name, int(seed or 0))
+    rest, slash, version = model.removeprefix("procedural:").partition("/g")
+    name, at, seed = rest.partition("@")
+    for mark, number, what in ((at, seed, "seed after @"), (slash, version, "generator after /g")):
+        if mark and not (number.isascii() and number.isdigit()):
+            raise BadInput(f"{model}: the {what} must be a whole number")
+    return ProceduralStore(name, int(seed or 0), int(version) if slash else None)

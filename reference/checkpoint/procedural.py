@@ -23,13 +23,16 @@ from . import laws
 from .manifest import Parameter, manifest, parameters
 from .store import DTYPE_OF_TAG, TensorInfo, row_range
 
-GENERATOR_VERSION = 1
+DEFAULT_VERSION = {"mini": 1, "v4-pro-slim": 1}  # of the others 2: weights of real size cost memory bandwidth only
+VERSIONS = (1, 2)
 
 # Scale exponents: an even step by random byte (a half, three eighths, an eighth), plus a checkerboard of 0 and 1.
 _SCALE_STEPS = np.repeat(np.array([0, -2, 2]), [128, 96, 32])
 _SCALE_RMS = math.sqrt(float(np.mean(4.0**_SCALE_STEPS)) * (1 + 4) / 2)
-# Standard deviation of the codes at least; the base exponent keeps it below twice this.
-_CODE_STD = {"F8_E4M3": 40.0, "I8": 1.2}
+# Steps of whole rows of an FP4 scale in generator 2: one in 16 wide, three narrow.
+_ROW_SCALES = np.repeat(np.array([0, -2, 2]), [12, 3, 1])
+_NO_KINDS = np.zeros(16, dtype=np.int64)
+_FEWEST = 8  # steps of +2 among 256 at least; four times the power takes 63
 # Bits of an element, and which of them are random whatever the table holds: the sign, mantissa below its resolution.
 _ELEMENT_BITS = {"F32": 32, "BF16": 16, "F8_E4M3": 8, "I8": 4}
 _SIGN = {"F32": 1 << 31, "BF16": 1 << 15, "F8_E4M3": 1 << 7, "I8": 1 << 3}
@@ -40,14 +43,21 @@ _ROW_KINDS = np.repeat(np.arange(4), laws.ROW_COUNTS)
 class ProceduralStore:
     """The weights of a named model or of any configuration, in the released storage: a `WeightStore` without a disk."""
 
-    def __init__(self, model: str | Config, seed: int = 0) -> None:
-        """Raises BadInput for a name that is no preset."""
+    def __init__(self, model: str | Config, seed: int = 0, version: int | None = None) -> None:
+        """`version` of the generator: by default that of the preset, 1 for a configuration. Raises BadInput for a name
+        that is no preset, or no version.
+        """
         if isinstance(model, str) and model not in CONFIG_JSON:
             raise BadInput(f"procedural:{model}: unknown preset; known: {', '.join(CONFIG_JSON)}")
         self._name = model if isinstance(model, str) else _config_digest(model)
         self._config = preset(model) if isinstance(model, str) else model
         self._seed = seed
+        by_default = DEFAULT_VERSION.get(model, 2) if isinstance(model, str) else 1
+        self._version = by_default if version is None else version
+        if self._version not in VERSIONS:
+            raise BadInput(f"procedural:{self._name}: generator {version}; known: {', '.join(map(str, VERSIONS))}")
         self._bytes_read = 0
+        self._kept: dict[str, Tensor] = {}
 
     @property
     def config(self) -> Config:
@@ -62,7 +72,7 @@ class ProceduralStore:
 
     @property
     def identity(self) -> str:
-        return f"procedural:{self._name}@{self._seed}/g{GENERATOR_VERSION}"
+        return f"procedural:{self._name}@{self._seed}/g{self._version}"
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -82,17 +92,33 @@ class ProceduralStore:
         if info is None:
             raise BadInput(f"{self.identity}: no tensor {name}")
         start, stop = row_range(name, info.shape, start, stop)
+        values = self._kept[name][start:stop] if name in self._kept else self._make(name, info, start, stop)
+        self._bytes_read += values.nbytes
+        return values
+
+    def _make(self, name: str, info: TensorInfo, start: int, stop: int) -> Tensor:
+        """Generator 1 draws all; 2 takes codes from its pool, and keeps what it had to draw whole."""
+        if self._version == 2 and info.dtype in laws.CODE_STD:
+            return self._noise(name, info, start, stop)
         from .threads import threads_for
 
         with threads_for(info.nbytes // info.shape[0] * (stop - start)):
             values = self._draw(name, info, start, stop)
-        self._bytes_read += values.nbytes
+        if self._version == 2 and len(values) == info.shape[0]:
+            self._kept[name] = values
         return values
+
+    def _noise(self, name: str, info: TensorInfo, start: int, stop: int) -> Tensor:
+        from .noise import pool
+
+        row_bytes = info.nbytes // info.shape[0]
+        whole = pool(self._seed, info.dtype).view(int(_key(2, self._seed, name)), info.nbytes)
+        return whole[start * row_bytes : stop * row_bytes].view(DTYPE_OF_TAG[info.dtype]).view(stop - start, *info.shape[1:])
 
     def _draw(self, name: str, info: TensorInfo, start: int, stop: int) -> Tensor:
         from . import drawing
 
-        key = _key(self._seed, name)
+        key = _key(self._version, self._seed, name)
         if info.dtype == "I64":
             ids = torch.empty(stop - start, *info.shape[1:], dtype=torch.int64)
             drawing.fill_distinct(key, start, self._config.n_routed_experts, ids.numpy())
@@ -100,8 +126,13 @@ class ProceduralStore:
         if info.dtype == "F8_E8M0":
             scale = torch.empty(stop - start, *info.shape[1:], dtype=torch.uint8)
             weight = self._parameters[name.removesuffix("scale") + "weight"]
-            base = 127 + _exponent(laws.law(self._config, weight).std, weight.dtype)
-            drawing.fill_scales(key, start, base, _SCALE_STEPS, scale.numpy())
+            std = laws.law(self._config, weight).std
+            if self._version == 1:
+                exponent, steps, kinds = _exponent(std, weight.dtype), _SCALE_STEPS, _NO_KINDS
+            else:
+                kinds = _ROW_SCALES if weight.dtype == "I8" else _NO_KINDS
+                exponent, steps = _fitted(std / laws.CODE_STD[weight.dtype], kinds)
+            drawing.fill_scales(key, start, 127 + exponent, steps, kinds, scale.numpy())
             return scale.view(torch.float8_e8m0fnu)
         values = _draw_values(laws.law(self._config, self._parameters[name]), info, key, start, stop)
         if name.endswith("_base"):
@@ -113,8 +144,23 @@ def _config_digest(config: Config) -> str:
     return "config-" + hashlib.sha256(repr(config).encode()).hexdigest()[:12]
 
 
-def _key(seed: int, name: str) -> np.uint64:
-    digest = hashlib.sha256(f"{GENERATOR_VERSION}/{seed}/{name}".encode()).digest()
+def _fitted(width: float, kinds: Any) -> tuple[int, Any]:
+    """Base exponent and steps [256] that make scales of this root mean square: the more steps of +2, the wider."""
+    rows = 2.5 * float(np.mean(4.0**kinds))  # of parities and kinds of row
+    power = width**2 / rows
+    narrowest = _mean_power(_FEWEST)
+    exponent = math.floor(math.log(power / narrowest, 4))
+    n = round((256 * power / 4.0**exponent - 136) / (16 - 1 / 16))
+    return exponent, np.repeat(np.array([0, -2, 2]), [128, 128 - n, n])
+
+
+def _mean_power(n: int) -> float:
+    """Mean square of scales of which 128 in 256 have step 0, n step +2 and the others -2."""
+    return (128 + (128 - n) / 16 + 16 * n) / 256
+
+
+def _key(version: int, seed: int, name: str) -> np.uint64:
+    digest = hashlib.sha256(f"{version}/{seed}/{name}".encode()).digest()
     return np.uint64(int.from_bytes(digest[:8], "little"))
 
 
@@ -146,8 +192,9 @@ def _outlier_columns(key: int, columns: int) -> Any:
 
 
 def _exponent(std: float, tag: str) -> int:
-    """Base exponent of a tensor's scales: the largest that leaves its codes at least the deviation `_CODE_STD`."""
-    return math.frexp(std / (_SCALE_RMS * _CODE_STD[tag]))[1] - 1
+    """Base exponent of a tensor's scales: the largest that leaves its codes at least the deviation `CODE_STD`,
+    and less than twice that."""
+    return math.frexp(std / (_SCALE_RMS * laws.CODE_STD[tag]))[1] - 1
 
 
 @lru_cache(maxsize=64)
@@ -158,7 +205,7 @@ def _table(law: laws.Law, tag: str) -> Any:
     per_word = 64 // _ELEMENT_BITS[tag]
     quantiles = law.quantiles(drawing.TABLE_WORDS * per_word)[drawing.order(drawing.TABLE_WORDS * per_word)]
     values = torch.from_numpy(np.outer(law.widths(), quantiles))
-    if tag in _CODE_STD:
+    if tag in laws.CODE_STD:
         values /= _SCALE_RMS * 2.0 ** _exponent(law.std, tag)
     if tag == "I8":
         packed = formats.e2m1_pack(formats.e2m1_encode(values.float()))
