@@ -183,6 +183,4 @@ def picks(step: Step) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]] | None:
     """The indexer's choice for each token, -1 where there are fewer [t, k]; None where nobody chooses."""
     if step.kind != "csa":
         return None
-    parts = step.capture.parts("attn.indexer.picks")
-    width = max(p.shape[1] for p in parts)
-    return torch.cat([torch.nn.functional.pad(p, (0, width - p.shape[1]), value=-1) for p in parts]).numpy()
+    return step.capture.table("attn.indexer.picks").numpy()

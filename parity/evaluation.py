@@ -111,8 +111,6 @@ class Evaluation:
 def _chosen(capture: Capture, tap: str) -> Tensor | None:
     """Choices of all tokens [t, k], -1 where there are fewer; None where nobody chooses."""
     try:
-        parts = capture.parts(tap)
+        return capture.table(tap)
     except BadInput:
         return None
-    width = max(p.shape[1] for p in parts)
-    return torch.cat([torch.nn.functional.pad(p, (0, width - p.shape[1]), value=-1) for p in parts])

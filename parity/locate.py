@@ -75,7 +75,7 @@ def _departs(distance: float | None, rounding: float | None) -> bool:
 
 def _of_op(r: Record) -> Divergence:
     output = next(o for o in r["outputs"] if o["verdict"] == "fail")
-    pattern = output["pattern"]["text"] if output["pattern"] else ""
+    pattern = (output.get("pattern") or {}).get("text", "")
     return Divergence("op", r["layer_id"], r["phase"], r["op"], output["output"], place(output["worst"]), pattern)
 
 

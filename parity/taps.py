@@ -35,5 +35,11 @@ class Capture:
             raise BadInput(f"tap {self._prefixes[0]}{name} was not captured")
         return self._parts[name]
 
+    def table(self, name: str) -> Tensor:
+        """Choices [t, k] of a tap whose parts may be narrower, filled up with -1. Raises BadInput like `parts`."""
+        parts = self.parts(name)
+        width = max(p.shape[1] for p in parts)
+        return torch.cat([torch.nn.functional.pad(p, (0, width - p.shape[1]), value=-1) for p in parts])
+
     def __getitem__(self, name: str) -> Tensor:
         return torch.cat(self.parts(name))
