@@ -47,6 +47,16 @@ def failing() -> list[Record]:
     return records
 
 
+def attribution(drift: float = 4.0) -> Record:
+    """An attribution with a negative share, an interval and a name that is markup."""
+    shares = [{"player": "<b>x</b>", "switches": 2, "share": 5.0, "low": 4.0, "high": 6.0, "alone": 2.0, "last": 1.0},
+              {"player": "y", "switches": 1, "share": -1.0, "low": -1.0, "high": -1.0, "alone": 0.5, "last": -2.0}]  # fmt: skip
+    return {"record": "attribution", "schema": 1, "model": "m", "config_sha256": "0", "profile": "pool-fp8",
+            "output": "streams", "behind": "layer_02", "rounding": [0, 1, 2], "whole": True, "tokens": 4,
+            "seed": 0, "by": "op", "method": "orders", "permutations": 8, "coalitions": 9, "drift": drift,
+            "relative_l2": 2.0, "alone": 2.5, "last": -1.0, "interaction": 1.5, "shares": shares, "volatile": {}}  # fmt: skip
+
+
 def whole(layers: int = 61) -> list[Record]:
     """A page as large as a run of V4 with four phases: the sample's layers over and over, drift with every curve."""
     small = sample()

@@ -14,7 +14,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 import torch
-from report_pages import sample
+from report_pages import attribution, sample
 from test_report_html import Page
 
 from parity import cli, records
@@ -335,30 +335,20 @@ def test_words_that_mean_nothing(words, why, capsys):
     assert why in capsys.readouterr().err
 
 
-def made(drift: float = 4.0) -> records.Record:
-    """A record with a negative share, an interval and a name that is markup."""
-    shares = [{"player": "<b>x</b>", "switches": 2, "share": 5.0, "low": 4.0, "high": 6.0, "alone": 2.0, "last": 1.0},
-              {"player": "y", "switches": 1, "share": -1.0, "low": -1.0, "high": -1.0, "alone": 0.5, "last": -2.0}]  # fmt: skip
-    return {"record": "attribution", "schema": 1, "model": "m", "config_sha256": "0", "profile": "pool-fp8",
-            "output": "streams", "behind": "layer_02", "rounding": [0, 1, 2], "whole": True, "tokens": 4,
-            "seed": 0, "by": "op", "method": "orders", "permutations": 8, "coalitions": 9, "drift": drift,
-            "relative_l2": 2.0, "alone": 2.5, "last": -1.0, "interaction": 1.5, "shares": shares, "volatile": {}}  # fmt: skip
-
-
 def test_bars_are_as_long_as_the_figures():
-    jsonschema.validate(made(), records.schema())
-    (a,) = report.bars([made()])
+    jsonschema.validate(attribution(), records.schema())
+    (a,) = report.bars([attribution()])
     x, y = a["rows"]
     unit = report.WIDTH / 7  # from -1 to 6
     assert x["zero"] == y["zero"] == round(unit, 1)
     assert x["share_bar"] == {"x": round(unit, 1), "width": round(round(6 * unit, 1) - round(unit, 1), 1)}
     assert y["share_bar"] == {"x": 0.0, "width": round(unit, 1)} and y["whisker"] is None
     assert x["whisker"] == (round(5 * unit, 1), report.WIDTH) and x["of_drift"] == "+125.0 %"
-    assert report.bars([made(0.0)])[0]["rows"][0]["of_drift"] == "–"
+    assert report.bars([attribution(0.0)])[0]["rows"][0]["of_drift"] == "–"
 
 
 def test_a_page_of_its_own_and_in_a_run():
-    for text in (report.render([made()]), render([*sample()[:-1], made(), sample()[-1]])):
+    for text in (report.render([attribution()]), render([*sample()[:-1], attribution(), sample()[-1]])):
         page = Page(text)
         assert page.loads == [] and "<b>x</b>" not in text and "Where the drift comes from" in page.said
         assert "+125.0 %" in page.said and "Interaction +37.5 %" in page.said

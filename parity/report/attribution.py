@@ -70,7 +70,7 @@ def _print(r: Record, console: Console) -> None:
                   title_justify="left")  # fmt: skip
     drift = r["drift"]
     for s in r["shares"]:
-        ends = "exact" if s["low"] == s["high"] else f"{of_drift(s['low'], drift)} … {of_drift(s['high'], drift)}"
+        ends = "exact" if r["method"] == "all subsets" else f"{of_drift(s['low'], drift)} … {of_drift(s['high'], drift)}"
         figures = (f"{s['share']:.2e}", of_drift(s["share"], drift), ends, *(of_drift(s[n], drift) for n in ("alone", "last")))
         table.add_row(escape(s["player"]), str(s["switches"]), *figures)
     total = (f"{drift:.2e}", "100 %", "", of_drift(r["alone"], drift), of_drift(r["last"], drift))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from devtools import Browser, binary, browser
-from report_pages import GALLERY, failing, of, sample, whole
+from report_pages import GALLERY, attribution, failing, of, sample, whole
 
 from parity.records import Record
 from parity.report.html import render
@@ -68,12 +68,14 @@ def tab():
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory) -> dict[str, Path]:
-    """The gallery's sample, one that judged nothing, one that failed, one with all layers of V4, and one that does
-    everything wrong."""
+    """The gallery's sample, one that judged nothing, one that failed and has an attribution, one with all layers of V4, and
+    one that does everything wrong."""
     directory = tmp_path_factory.mktemp("pages")
     run, *_, summary = sample()
     empty = [run, {**summary, "judged": 0, "passed": 0, "exit_code": 3}]
-    texts = {"empty": render(empty), "failing": render(failing()), "whole": render(whole()), "planted": PLANTED}
+    *wrong, end = failing()
+    texts = {"empty": render(empty), "failing": render([*wrong, attribution(), end]), "whole": render(whole()),
+             "planted": PLANTED}  # fmt: skip
     for name, text in texts.items():
         (directory / f"{name}.html").write_text(text)
     return {"sample": GALLERY / "index.html"} | {name: directory / f"{name}.html" for name in texts}
