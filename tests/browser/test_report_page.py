@@ -1,6 +1,7 @@
 """The report as a reader meets it: headless Chromium opens the file, clicks and types.
 
-Without a browser these tests are skipped; where V4PARITY_BROWSER is `required`, as `.ci/run` sets it when there is one, that is a failure.
+Without a browser these tests are skipped; where V4PARITY_BROWSER is `required`, as `.ci/run` sets it when there is one,
+that is a failure.
 """
 
 from __future__ import annotations
