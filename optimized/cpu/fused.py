@@ -90,12 +90,10 @@ def _check_shape(name: str, weight: Tensor, scale: Tensor) -> None:
 def _check_values(name: str, weight: Tensor, scale: Tensor) -> None:
     from . import plain
 
-    bytes_of = scale.contiguous().view(torch.uint8)
-    outside = (bytes_of < SCALES[0]) | (bytes_of > SCALES[1])
-    if outside.any():
-        at = int(outside.flatten().int().argmax())
-        found = int(bytes_of.flatten()[at])
-        raise BadInput(f"{name}: scale byte {found} at element {at}, outside {SCALES[0]}..{SCALES[1]}")
+    exponents = scale.contiguous().view(torch.uint8).flatten()
+    if plain.outside(exponents.numpy(), *SCALES):
+        at = int(((exponents < SCALES[0]) | (exponents > SCALES[1])).int().argmax())
+        raise BadInput(f"{name}: scale byte {int(exponents[at])} at element {at}, outside {SCALES[0]}..{SCALES[1]}")
     if weight.dtype == torch.float8_e4m3fn:
         codes = weight.contiguous().view(torch.uint8).flatten()
         with threads_for(codes.nbytes):

@@ -1,4 +1,4 @@
-"""The same products in plain loops: any shape, any CPU that numba knows. And the scan for codes of no number.
+"""The same products in plain loops: any shape, any CPU that numba knows. And the scans for damage.
 
 A row is decoded into float32 and multiplied with every token. Source: docs/cpu.md §3. Needs numba.
 """
@@ -40,6 +40,15 @@ def product(kind, codes, scale, height, table, powers, first, x, y):
         _decode(kind, codes[first + r], scale, height, first + r, table, powers, row)
         for t in range(x.shape[0]):
             y[t, r] = _dot(row, x[t])
+
+
+@njit(nogil=True, cache=True)
+def outside(values, low, high):
+    """How many of these bytes [n] (uint8) are below `low` or above `high`."""
+    count = 0
+    for i in range(len(values)):
+        count += (values[i] < low) | (values[i] > high)
+    return count
 
 
 @njit(parallel=True, nogil=True, cache=True)

@@ -64,8 +64,8 @@ def _fma(b: Any, x: Any, y: Any, z: Any) -> Any:
     return _call(b, f"llvm.fma.v{LANES}f{64 if z.type.element == _F64 else 32}", z.type, [x, y, z])
 
 
-def _prefetch(b: Any, address: Any, offset: int) -> None:
-    _call(b, "llvm.prefetch.p0", ir.VoidType(), [_at(b, address, offset, _I8), _I32(0), _I32(3), _I32(1)])
+def _prefetch(b: Any, address: Any) -> None:
+    _call(b, "llvm.prefetch.p0", ir.VoidType(), [_at(b, address, 0, _I8), _I32(0), _I32(3), _I32(1)])
 
 
 def _halves(b: Any, bits: Any) -> Any:
@@ -131,13 +131,13 @@ def _scale_e2m1(factor: float) -> Any:
     return scale
 
 
-# By witness type: decoding of a block, its scale, its bytes, and how many bytes ahead of a row to prefetch.
-CODES: dict[Any, tuple[Any, Any, int, int]] = {
-    types.uint8: (_decode_e4m3, _scale_e4m3, BLOCK, 1024),
-    types.int8: (_decode_e2m1, _scale_e2m1(1.0), BLOCK // 2, 1536),
-    types.int16: (_decode_e2m1_half, _scale_e2m1(2.0**14), BLOCK // 2, 1536),
-    types.uint16: (_decode_bf16, None, 2 * BLOCK, 1024),
-    types.float32: (_decoded, None, 4 * BLOCK, 0),
+# By witness type: decoding of a block, its scale, and its bytes if they come from memory rather than a scratch.
+CODES: dict[Any, tuple[Any, Any, int]] = {
+    types.uint8: (_decode_e4m3, _scale_e4m3, BLOCK),
+    types.int8: (_decode_e2m1, _scale_e2m1(1.0), BLOCK // 2),
+    types.int16: (_decode_e2m1_half, _scale_e2m1(2.0**14), BLOCK // 2),
+    types.uint16: (_decode_bf16, None, 2 * BLOCK),
+    types.float32: (_decoded, None, 0),
 }
 
 
@@ -152,8 +152,8 @@ def _block(tokens: int, rows: int) -> Any:
     """An intrinsic: sums[r, t, :] += x[t, 128 columns] · w[r, 128 columns] · scale, in 16 lanes, for this many t and r."""
 
     @intrinsic
-    def block(typing, held, code, number, w, ldw, s, lds, x, sums, lda):
-        decode, _, nbytes, ahead = CODES[held]
+    def block(typing, held, code, number, w, ldw, ahead, s, lds, x, sums, lda):
+        decode, _, nbytes = CODES[held]
         scale = CODES[code][1]
         size, of = (8, _F64) if number == types.float64 else (4, _F32)
         wide = _vector(LANES, of)
@@ -162,12 +162,11 @@ def _block(tokens: int, rows: int) -> Any:
             return b.fpext(v, wide) if of is _F64 else v
 
         def generate(context, b, signature, arguments):
-            w, ldw, s, lds, x, sums, lda = arguments[3:]
+            w, ldw, ahead, s, lds, x, sums, lda = arguments[3:]
             at = _rows(b, w, ldw, rows)
-            if ahead:
-                for row in at:
-                    for line in range(0, nbytes, 64):
-                        _prefetch(b, row, ahead + line)
+            for row in at:
+                for line in range(0, nbytes, 64):
+                    _prefetch(b, b.add(row, b.add(ahead, _I64(line))))
             total = [[_splat(LANES, of, 0.0)] * tokens for _ in range(rows)]
             streams = [decode(b, row) for row in at]
             for j in range(BLOCK // LANES):
@@ -185,7 +184,7 @@ def _block(tokens: int, rows: int) -> Any:
                     b.store(_fma(b, total[r][t], factors[r], before), _at(b, row, t * LANES * size, wide), align=1)
             return context.get_dummy_value()
 
-        return types.void(held, code, number, *[types.intp] * 7), generate
+        return types.void(held, code, number, *[types.intp] * 8), generate
 
     return block
 
@@ -232,17 +231,18 @@ def _direct(code, number, held, w, ldw, s, lds, scaled, x, tokens, blocks, rows,
     r = 0
     while r < rows:
         together = ROWS if rows - r >= ROWS and not narrow else 1
-        sums[: ROWS * FEW] = 0
+        ahead = together * ldw
+        sums[:] = 0
         for k in range(blocks):
             here, scale, mine = w + r * ldw + k * held, s + r * lds + k * scaled, x + k * ldx
             if tokens == 1 and together == 1:
-                _one_row(code, code, number, here, ldw, scale, lds, mine, at, lda)
+                _one_row(code, code, number, here, ldw, ahead, scale, lds, mine, at, lda)
             elif tokens == 1:
-                _rows_one(code, code, number, here, ldw, scale, lds, mine, at, lda)
+                _rows_one(code, code, number, here, ldw, ahead, scale, lds, mine, at, lda)
             elif together == 1:
-                _one_row_few(code, code, number, here, ldw, scale, lds, mine, at, lda)
+                _one_row_few(code, code, number, here, ldw, ahead, scale, lds, mine, at, lda)
             else:
-                _rows_few(code, code, number, here, ldw, scale, lds, mine, at, lda)
+                _rows_few(code, code, number, here, ldw, ahead, scale, lds, mine, at, lda)
         for i in range(together):
             for t in range(tokens):
                 _finish(number, at + i * lda + t * LANES * size, y + t * ldy + (r + i) * size)
@@ -270,10 +270,10 @@ def _tiled(code, number, held, w, ldw, s, lds, scaled, x, tokens, blocks, rows, 
                         mine, scale = x + ((k0 + k) * padded + t0 + t) * BLOCK * size, s + r * lds + (k0 + k) * scaled
                         out = at + r * lda + t * LANES * size
                         if there == ROWS:
-                            _rows_few(_DECODED, code, number, decoded + k * block, row, scale, lds, mine, out, lda)
+                            _rows_few(_DECODED, code, number, decoded + k * block, row, 0, scale, lds, mine, out, lda)
                         else:
                             for i in range(there):
-                                _one_row_few(_DECODED, code, number, decoded + i * row + k * block, row, scale + i * lds, lds,
+                                _one_row_few(_DECODED, code, number, decoded + i * row + k * block, row, 0, scale + i * lds, lds,
                                              mine, out + i * lda, lda)  # fmt: skip
         for r in range(rows):
             for t in range(min(TOKENS, tokens - t0)):
@@ -288,10 +288,11 @@ def _task(code, number, jobs, held, ldw, lds, height, scaled, blocks, task):
         j += 1
     first, tokens, group = jobs[j, 4], jobs[j, 6], jobs[j, 4] // GROUP + task - (jobs[j - 1, 8] if j else 0)
     begin, end = max(first, group * GROUP), min(jobs[j, 5], (group + 1) * GROUP)
-    sums = np.full((GROUP * TOKENS, LANES), number)
+    few = tokens <= FEW
+    sums = np.full((ROWS * FEW if few else GROUP * TOKENS, LANES), number)
     w, s, step = jobs[j, 0] + begin * ldw, jobs[j, 1] + begin // height * lds, lds if height == 1 else 0
     x, y, ldy = jobs[j, 2], jobs[j, 3] + (begin - first) * sums.itemsize, jobs[j, 7]
-    if tokens <= FEW:
+    if few:
         narrow = tokens == 1 and held < BLOCK
         _direct(code, number, held, w, ldw, s, step, scaled, x, tokens, blocks, end - begin, narrow, y, ldy, sums)
     else:

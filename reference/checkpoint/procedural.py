@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Mapping
 from functools import cached_property, lru_cache
 from typing import Any
@@ -29,10 +30,7 @@ VERSIONS = (1, 2)
 # Scale exponents: an even step by random byte (a half, three eighths, an eighth), plus a checkerboard of 0 and 1.
 _SCALE_STEPS = np.repeat(np.array([0, -2, 2]), [128, 96, 32])
 _SCALE_RMS = math.sqrt(float(np.mean(4.0**_SCALE_STEPS)) * (1 + 4) / 2)
-# Steps of whole rows of an FP4 scale in generator 2: one in 16 wide, three narrow.
-_ROW_SCALES = np.repeat(np.array([0, -2, 2]), [12, 3, 1])
 _NO_KINDS = np.zeros(16, dtype=np.int64)
-_FEWEST = 8  # steps of +2 among 256 at least; four times the power takes 63
 # Bits of an element, and which of them are random whatever the table holds: the sign, mantissa below its resolution.
 _ELEMENT_BITS = {"F32": 32, "BF16": 16, "F8_E4M3": 8, "I8": 4}
 _SIGN = {"F32": 1 << 31, "BF16": 1 << 15, "F8_E4M3": 1 << 7, "I8": 1 << 3}
@@ -58,6 +56,7 @@ class ProceduralStore:
             raise BadInput(f"procedural:{self._name}: generator {version}; known: {', '.join(map(str, VERSIONS))}")
         self._bytes_read = 0
         self._kept: dict[str, Tensor] = {}
+        self._std: dict[str, float] = {}
 
     @property
     def config(self) -> Config:
@@ -98,8 +97,8 @@ class ProceduralStore:
 
     def _make(self, name: str, info: TensorInfo, start: int, stop: int) -> Tensor:
         """Generator 1 draws all; 2 takes codes from its pool, and keeps what it had to draw whole."""
-        if self._version == 2 and info.dtype in laws.CODE_STD:
-            return self._noise(name, info, start, stop)
+        if self._version == 2 and (info.dtype in laws.CODE_STD or self._is_fp4_scale(name)):
+            return self._pooled(name, info, start, stop)
         from .threads import threads_for
 
         with threads_for(info.nbytes // info.shape[0] * (stop - start)):
@@ -108,15 +107,29 @@ class ProceduralStore:
             self._kept[name] = values
         return values
 
-    def _noise(self, name: str, info: TensorInfo, start: int, stop: int) -> Tensor:
-        from .noise import pool
+    def _is_fp4_scale(self, name: str) -> bool:
+        return name.endswith(".scale") and self.tensors[name.removesuffix("scale") + "weight"].dtype == "I8"
 
+    def _pooled(self, name: str, info: TensorInfo, start: int, stop: int) -> Tensor:
+        from . import noise
+
+        place = int(_key(2, self._seed, name))
+        if info.dtype == "F8_E8M0":
+            pool = noise.scale_pool(self._seed, info.shape[1], *noise.fitted(self._weight_std(name), fp4=True))
+            return pool.view(place, info.shape[0])[start:stop].view(torch.float8_e8m0fnu)
         row_bytes = info.nbytes // info.shape[0]
-        whole = pool(self._seed, info.dtype).view(int(_key(2, self._seed, name)), info.nbytes)
+        whole = noise.pool(self._seed, info.dtype).view(place, info.nbytes)
         return whole[start * row_bytes : stop * row_bytes].view(DTYPE_OF_TAG[info.dtype]).view(stop - start, *info.shape[1:])
 
+    def _weight_std(self, name: str) -> float:
+        """Of the weight of a scale; alike in all layers and experts."""
+        of = re.sub(r"\.\d+\.", ".", name)
+        if of not in self._std:
+            self._std[of] = laws.law(self._config, self._parameters[name.removesuffix("scale") + "weight"]).std
+        return self._std[of]
+
     def _draw(self, name: str, info: TensorInfo, start: int, stop: int) -> Tensor:
-        from . import drawing
+        from . import drawing, noise
 
         key = _key(self._version, self._seed, name)
         if info.dtype == "I64":
@@ -125,14 +138,12 @@ class ProceduralStore:
             return ids
         if info.dtype == "F8_E8M0":
             scale = torch.empty(stop - start, *info.shape[1:], dtype=torch.uint8)
-            weight = self._parameters[name.removesuffix("scale") + "weight"]
-            std = laws.law(self._config, weight).std
+            std = self._weight_std(name)
             if self._version == 1:
-                exponent, steps, kinds = _exponent(std, weight.dtype), _SCALE_STEPS, _NO_KINDS
+                base = 127 + _exponent(std, self.tensors[name.removesuffix("scale") + "weight"].dtype)
+                drawing.fill_scales(key, start, base, _SCALE_STEPS, _NO_KINDS, scale.numpy())
             else:
-                kinds = _ROW_SCALES if weight.dtype == "I8" else _NO_KINDS
-                exponent, steps = _fitted(std / laws.CODE_STD[weight.dtype], kinds)
-            drawing.fill_scales(key, start, 127 + exponent, steps, kinds, scale.numpy())
+                noise.fill_scales(key, start, *noise.fitted(std, fp4=False), False, scale)
             return scale.view(torch.float8_e8m0fnu)
         values = _draw_values(laws.law(self._config, self._parameters[name]), info, key, start, stop)
         if name.endswith("_base"):
@@ -142,21 +153,6 @@ class ProceduralStore:
 
 def _config_digest(config: Config) -> str:
     return "config-" + hashlib.sha256(repr(config).encode()).hexdigest()[:12]
-
-
-def _fitted(width: float, kinds: Any) -> tuple[int, Any]:
-    """Base exponent and steps [256] that make scales of this root mean square: the more steps of +2, the wider."""
-    rows = 2.5 * float(np.mean(4.0**kinds))  # of parities and kinds of row
-    power = width**2 / rows
-    narrowest = _mean_power(_FEWEST)
-    exponent = math.floor(math.log(power / narrowest, 4))
-    n = round((256 * power / 4.0**exponent - 136) / (16 - 1 / 16))
-    return exponent, np.repeat(np.array([0, -2, 2]), [128, 128 - n, n])
-
-
-def _mean_power(n: int) -> float:
-    """Mean square of scales of which 128 in 256 have step 0, n step +2 and the others -2."""
-    return (128 + (128 - n) / 16 + 16 * n) / 256
 
 
 def _key(version: int, seed: int, name: str) -> np.uint64:
