@@ -29,7 +29,12 @@ class Job(NamedTuple):
 
 
 class Products(Protocol):
-    """Who multiplies with stored weights in the reference's place: in x's dtype, to within its accumulation error."""
+    """Who multiplies with stored weights in the reference's place: in x's dtype, to within its accumulation error.
+
+    `multiply_adds` counts what was done so far.
+    """
+
+    multiply_adds: int
 
     def admit(self, name: str, weight: Tensor, scale: Tensor | None) -> bool:
         """Whether `name` is stored in a way that is taken here. Raises BadInput where its values are damaged."""

@@ -38,10 +38,14 @@ def best() -> str:
 
 
 class Products:
-    """y = x · dequant(W)ᵀ straight from stored weights, in float32 or float64 as x is. `kernels` is one of KERNELS."""
+    """y = x · dequant(W)ᵀ straight from stored weights, in float32 or float64 as x is. `kernels` is one of KERNELS.
+
+    `multiply_adds` counts what was done so far.
+    """
 
     def __init__(self, kernels: str | None = None) -> None:
         self.kernels = kernels or best()
+        self.multiply_adds = 0
         self._examined: set[str] = set()
 
     def admit(self, name: str, weight: Tensor, scale: Tensor | None) -> bool:
@@ -71,6 +75,7 @@ class Products:
         out = [x.new_empty(len(x), stop - start) for _, _, x, start, stop in jobs]
         alike: dict[tuple[torch.dtype, int, torch.dtype], list[int]] = {}
         for i, job in enumerate(jobs):
+            self.multiply_adds += out[i].numel() * job[2].shape[1]
             if out[i].numel():
                 alike.setdefault((job[0].dtype, job[2].shape[1], job[2].dtype), []).append(i)
         for (_, width, _), indices in alike.items():

@@ -273,8 +273,8 @@ def _tiled(code, number, held, w, ldw, s, lds, scaled, x, tokens, blocks, rows, 
                             _rows_few(_DECODED, code, number, decoded + k * block, row, 0, scale, lds, mine, out, lda)
                         else:
                             for i in range(there):
-                                _one_row_few(_DECODED, code, number, decoded + i * row + k * block, row, 0, scale + i * lds, lds,
-                                             mine, out + i * lda, lda)  # fmt: skip
+                                held_row, scale_row = decoded + i * row + k * block, scale + i * lds
+                                _one_row_few(_DECODED, code, number, held_row, row, 0, scale_row, lds, mine, out + i * lda, lda)
         for r in range(rows):
             for t in range(min(TOKENS, tokens - t0)):
                 _finish(number, at + r * lda + t * LANES * size, y + (t0 + t) * ldy + r * size)

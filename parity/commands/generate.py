@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from reference.checkpoint.loader import Loader
     from reference.checkpoint.store import WeightStore
 
+    from ..bench.limits import Limits
+
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
@@ -57,18 +59,46 @@ def main(args: argparse.Namespace) -> int:
     ids = [store.config.bos_token_id, *tokenizer.encode(args.prompt)] if tokenizer else args.ids
     began, shown = time.perf_counter(), ""
     seconds: list[float] = []
+    work: list[tuple[int, int]] = []  # bytes touched and multiply-adds, up to each token
     made: list[int] = []
     with Progress(store.config.num_hidden_layers, "layer") as progress:
         tokens, loader = start(args, store, torch.tensor(ids), lambda i, _: progress.at(i + 1))
         for token in tokens:
             seconds.append(time.perf_counter() - began)
+            work.append((store.bytes_read, loader.products.multiply_adds if loader and loader.products else 0))
             began = time.perf_counter()
             made.append(token)
             shown = _show(progress, tokenizer, made, shown)
             progress.note(f"token {len(made)}: {seconds[-1]:.1f} s, {options.show_bytes(store.bytes_read)} touched")
     print()
     _summary(args, len(ids), made, seconds, store, loader)
+    if loader and not loader.resident:
+        print("\n".join(bound_lines(seconds, work, measure_limits())), file=sys.stderr)
     return 0
+
+
+def measure_limits() -> Limits:
+    from ..bench.limits import measure
+
+    return measure()
+
+
+def bound_lines(seconds: list[float], work: list[tuple[int, int]], limits: Limits) -> list[str]:
+    """The prompt's and the mean later token's time beside its bounds; `work` adds up from token to token."""
+    from ..bench.limits import SHARE_OF_PEAK, bounds
+
+    peak = f"{limits.fma / 1e9:.0f} G multiply-adds/s ({SHARE_OF_PEAK:.0%} granted)"
+    lines = [f"limits          read {limits.read / 1e9:.1f} GB/s (one thread {limits.read_one / 1e9:.1f}), {peak}"]
+    later = len(seconds) - 1
+    steps = [("prompt bound", seconds[0], work[0])]
+    if later:
+        nbytes, multiply_adds = ((last - first) // later for first, last in zip(work[0], work[-1], strict=True))
+        steps.append(("token bound", sum(seconds[1:]) / later, (nbytes, multiply_adds)))
+    for what, took, (nbytes, multiply_adds) in steps:
+        b = bounds(nbytes, multiply_adds, limits)
+        lines.append(f"{what:15} {b.memory:.2f} s by memory ({nbytes / 1e9:.1f} GB), {b.arithmetic:.2f} s by arithmetic: "
+                     f"{b.binds} binds, took {took / b.seconds:.1f}x")  # fmt: skip
+    return lines
 
 
 def start(

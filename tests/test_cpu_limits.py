@@ -1,0 +1,44 @@
+"""Bounds of a step: what binds, and the lines that say so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from parity.bench import limits as limits_of
+from parity.bench.limits import Limits, bounds
+from parity.cli import main
+from parity.commands.generate import bound_lines
+
+MACHINE = Limits(read=30e9, read_one=16e9, fma=100e9)
+
+
+def test_the_larger_bound_binds():
+    assert bounds(60 * 10**9, 6 * 10**9, MACHINE).binds == "memory"
+    assert bounds(60 * 10**9, 6 * 10**9, MACHINE).seconds == 2.0
+    b = bounds(3 * 10**9, 600 * 10**9, MACHINE)
+    assert (b.binds, b.memory) == ("arithmetic", 0.1) and b.seconds == pytest.approx(10)
+
+
+def test_a_token_is_held_to_what_it_touched_itself():
+    work = [(n * 10**10, 6 * 10**11) for n in (9, 12, 15)]
+    lines = bound_lines([20.0, 2.0, 4.0], work, MACHINE)
+    assert "prompt bound    3.00 s by memory (90.0 GB), 10.00 s by arithmetic: arithmetic binds, took 2.0x" in lines
+    assert "token bound     1.00 s by memory (30.0 GB), 0.00 s by arithmetic: memory binds, took 3.0x" in lines
+
+
+def test_measuring_leaves_the_threads_alone(monkeypatch):
+    monkeypatch.setattr(limits_of, "LEAST", 1 << 20)
+    monkeypatch.setattr(limits_of, "MOST", 1 << 20)
+    monkeypatch.setattr(limits_of, "FMA_SIDE", 64)
+    before = torch.get_num_threads()
+    found = limits_of.measure()
+    assert min(found.read, found.read_one, found.fma) > 0 and torch.get_num_threads() == before
+
+
+def test_a_streamed_generation_prints_them(capsys, monkeypatch):
+    monkeypatch.setattr("parity.commands.generate.measure_limits", lambda: MACHINE)
+    assert main(["generate", "--model", "procedural:mini", "--ids", "0,5,17", "--max-new-tokens", "2", "--memory", "1M"]) == 0
+    err = capsys.readouterr().err
+    assert "token bound" in err and "binds" in err and "read 30.0 GB/s (one thread 16.0)" in err
+    assert "0.00 s by memory (0.0 GB), 0.00 s" in err and "products" in err
