@@ -26,7 +26,7 @@ from optimized.pool.allocator import Sequence
 from optimized.pool.geometry import BLOCK_TOKENS, RATIO, visible
 from optimized.step import StepPlan, plan_step
 from optimized.tiles import ModelTiles, tiles_for_model
-from optimized.weights import Experts, HeadWeights, LayerWeights, MTPWeights, Weights
+from optimized.weights import HeadWeights, LayerWeights, MTPWeights, Weights
 from reference.checkpoint.store import WeightStore
 from reference.config import Config
 from reference.errors import BadInput
@@ -47,9 +47,9 @@ class Listening(Weights):  # type: ignore[misc]  # the engine is not type-checke
         super().__init__(store, DEVICE, memory)
         self.chosen = torch.empty(0, 0, dtype=torch.int32)
 
-    def experts(self, layer: str, chosen: Tensor) -> tuple[Experts, Tensor]:
+    def pieces(self, layer: str, chosen: Tensor) -> list[Tensor]:
         self.chosen = chosen.cpu()
-        return super().experts(layer, chosen)
+        return super().pieces(layer, chosen)
 
 
 def _tiles(config: Config, end: int) -> ModelTiles:
