@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from parity.bench import full
 from parity.bench import limits as limits_of
 from parity.bench.limits import Limits, bounds
 from parity.cli import main
 from parity.commands.generate import bound_lines
+from reference.checkpoint.procedural import ProceduralStore
 
 MACHINE = Limits(read=30e9, read_one=16e9, fma=100e9)
 
@@ -34,6 +36,30 @@ def test_measuring_leaves_the_threads_alone(monkeypatch):
     before = torch.get_num_threads()
     found = limits_of.measure()
     assert min(found.read, found.read_one, found.fma) > 0 and torch.get_num_threads() == before
+
+
+def test_bench_full_measures_every_storage_at_every_length(capsys, monkeypatch):
+    monkeypatch.setattr(limits_of, "measure", lambda: MACHINE)
+    assert main(["bench", "full", "--model", "procedural:mini"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "read 30.0 GB/s, one thread 16.0; 100 G multiply-adds/s"
+    for part in ("attn.wq_b", "ffn.experts.{e}.w2", "attn.compressor.wkv"):
+        assert [line.split()[1] for line in lines if line.startswith(part)] == ["1", "4", "16", "1024"]
+
+
+def test_shares_are_of_what_was_done(monkeypatch):
+    """A second for each product: bytes and multiply-adds over that."""
+
+    def second(products, linears, x):
+        products([(w.weight, w.scale, x, 0, w.out_features) for w in linears])
+        return 1.0
+
+    monkeypatch.setattr(full, "_seconds", second)
+    found = {(r.name, r.tokens): r for r in full.ratios(ProceduralStore("mini"), MACHINE, (1, 2), swept=1)}
+    one = found["attn.wq_b", 1]
+    info = ProceduralStore("mini").tensors["layers.0.attn.wq_b.weight"]
+    assert one.of_peak == info.nbytes / MACHINE.fma and found["attn.wq_b", 2].of_peak == 2 * one.of_peak
+    assert one.of_read == (info.nbytes + ProceduralStore("mini").tensors["layers.0.attn.wq_b.scale"].nbytes) / MACHINE.read
 
 
 def test_a_streamed_generation_prints_them(capsys, monkeypatch):

@@ -15,6 +15,7 @@ def add_parser(subparsers: Any) -> None:
     what = parser.add_subparsers(title="what to measure", dest="what", required=True, metavar="WHAT")
     _add_reference(what)
     _add_kernels(what)
+    _add_full(what)
 
 
 def _add_reference(subparsers: Any) -> None:
@@ -45,6 +46,17 @@ def _add_kernels(subparsers: Any) -> None:
     how.add_argument("--device", choices=["cuda"], help="time the kernels on this GPU (CUDA or ROCm)")
     parser.add_argument("--repeats", type=options.positive, default=30, metavar="R", help="runs a call (default 30)")
     parser.set_defaults(main=kernels)
+
+
+def _add_full(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "full",
+        help="what limits a run of real size, and how near the products come to it",
+        description="Measures what memory lets this machine read and how fast it multiplies, then products with packed "
+        "weights at the model's shapes, as shares of those. Run it on a quiet machine.",
+    )
+    options.add_model(parser, "procedural:v4-pro")
+    parser.set_defaults(main=full)
 
 
 def reference(args: argparse.Namespace) -> int:
@@ -97,4 +109,20 @@ def time_kernels(args: argparse.Namespace) -> int:
     for step in (DECODE, PREFILL):
         for line in lines(step, device, measure(config, step, device, clock, args.device, args.repeats)):
             print(line, flush=True)
+    return 0
+
+
+def full(args: argparse.Namespace) -> int:
+    from optimized.cpu.fused import best
+    from reference.checkpoint.open import open_store
+
+    from ..bench.full import ratios
+    from ..bench.limits import last_level_cache, measure
+
+    store, limits = open_store(args.model), measure()
+    print(f"{store.identity}, kernels {best()}, last-level cache {options.show_bytes(last_level_cache())}")
+    read = f"read {limits.read / 1e9:.1f} GB/s, one thread {limits.read_one / 1e9:.1f}"
+    print(f"{read}; {limits.fma / 1e9:.0f} G multiply-adds/s")
+    for r in ratios(store, limits, (1, 4, 16, 1024)):
+        print(f"{r.name:20} {r.tokens:5} tokens  {r.of_read:6.1%} of the read limit  {r.of_peak:6.1%} of the peak", flush=True)
     return 0
