@@ -5,7 +5,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
+
+# Before anything loads torch: threads that wait for the next loop sleep. Spinning, torch's and numba's teams take the
+# cores from each other, and from everybody else.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 if TYPE_CHECKING:
     from .single.calling import judge_op as judge_op

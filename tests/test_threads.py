@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -18,3 +19,11 @@ print(torch.get_num_threads())
 def test_drawing_keeps_torchs_thread_count():
     child = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, check=True)
     assert child.stdout.split() == ["1"]
+
+
+def test_waiting_threads_sleep():
+    """Set before torch is loaded, or its runtime does not see it."""
+    code = "import os, sys, parity; print('torch' in sys.modules, os.environ['OMP_WAIT_POLICY'])"
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert child.stdout.split() == ["False", "passive"]
