@@ -84,6 +84,7 @@ GATES = (
 
 
 LOGITS_NMSE = 1e-2
+UNMEASURED = ("bytes", "i32", "none")  # storages of outputs that no distance is taken of
 PROMPTS = Cell("mtp", ("prefill", "decode"), (36, 129), (255,), whole=True)  # through all layers
 
 
@@ -132,7 +133,8 @@ def _output(fault: Fault, change: Change | None, wanted: str) -> tuple[str, floa
         def heard(step: Step, op: Op) -> tuple[Verdict, ...]:
             verdicts = judge_op(step, op)
             if op.name == fault.op and not found:
-                found.extend(_seen(step, op, v) for v in verdicts if (v.output == wanted if wanted else not v.passed))
+                seen = [v for v in verdicts if v.storage not in UNMEASURED and (v.output == wanted or not (wanted or v.passed))]
+                found.extend(_seen(step, op, v) for v in seen)
             return verdicts
 
         return heard
