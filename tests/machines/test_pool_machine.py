@@ -88,9 +88,9 @@ STEP: dict[str, Edits] = {
 }  # fmt: skip
 # Found within a second or so, and one of each module that takes some; the others are tried with `-m slow`.
 QUICK = {
-    "a slot opens unclean", "a fork has no slot of its past", "the boundary cuts through a block", "drafts outlive a rejection",
+    "a slot opens unclean", "a fork has no slot of its past", "the boundary cuts through a block",
     "a count of the step's end, not of the token", "picks in the order they came", "the ring is read one short",
-    "groups close one late", "one row more than the window", "slots in 16 bits", "the next page", "0 for nowhere",
+    "groups close one late", "one row more than the window", "slots in 16 bits", "the first page throughout", "0 for nowhere",
 }  # fmt: skip
 TABLES = {"allocator": ALLOCATOR, "plans": PLANS, "step": STEP}
 MISTAKES = [
