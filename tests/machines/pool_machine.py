@@ -144,8 +144,11 @@ class PoolMachine(PoolChecks):
         self.touching([past], lambda: (self.books.live.remove(past), self.allocator.free(sequence)))
 
     @precondition(lambda self: self.live and len(self.kept) < 3)
-    @rule(which=some)
-    def keep(self, which: int) -> None:
+    @rule(which=some, reserved=st.booleans())
+    def keep(self, which: int, reserved: bool) -> None:
+        """Also when there is room for a step that has not run."""
+        if reserved:
+            self.reserve_for_a_step_that_fails(which, 256)
         sequence, past = self.one(which)
         self.touching([], lambda: (self.books.keep(past), self.kept.append(self.allocator.keep(sequence))))
 

@@ -30,7 +30,7 @@ FAULTS = (
           edit(MIX, ("range(1, iterations)", "range(0, iterations)")), HERE),
     Fault("streams.eps-in-first-pass-only", "missing step", "NVIDIA/Megatron-LM#5106", "S3",
           "only the first pass of Sinkhorn has its epsilon", PRE,
-          edit(MIX, (LOOP, LOOP.replace(" + eps", ""))), HERE),
+          edit(MIX, (LOOP, LOOP.replace(" + eps", ""))), HERE, tests=("tests/test_kernel_hyper_connection.py",)),
     Fault("streams.one-iteration", "dropped tail", OWN, "S2", "Sinkhorn runs once", PRE,
           edit(MIX, ("range(1, iterations)", "range(1, 1)")), HERE),
     Fault("streams.ends-on-rows", "order", OWN, "S2", "Sinkhorn ends on a row step", PRE,
