@@ -66,6 +66,7 @@ class Model:
         `on_layer(i, streams)` sees what each layer puts out. A step that fails leaves the states as they were.
         """
         batch = self.batch(tokens, states)
+        self.loader.begin(batch.ids)
         x = self.sites("embed", self.loader.embed(batch.ids))[:, None].repeat(1, self.config.hc_mult, 1)  # [t, s, D]
         after: list[list[LayerState]] = [[] for _ in states]
         for i in range(self.config.num_hidden_layers):

@@ -67,7 +67,10 @@ def run_experts(experts: Sequence[Expert], xs: Sequence[Tensor], weights: Sequen
 
 @dataclass(frozen=True)
 class MoE:
-    """gate [e, D] with bias [e] (scored layers) or tid2eid [vocab, k] (hash layers); experts are fetched by number."""
+    """gate [e, D] with bias [e] (scored layers) or tid2eid [vocab, k] (hash layers); experts are fetched by number.
+
+    `expect` hears the numbers of all experts of a call before the first is fetched.
+    """
 
     gate: Tensor
     bias: Tensor | None
@@ -77,6 +80,7 @@ class MoE:
     top_k: int
     scaling: float
     limit: float
+    expect: Callable[[Sequence[int]], None] = lambda numbers: None
 
     def route(self, x: Tensor, ids: Tensor, sites: Sites) -> tuple[Tensor, Tensor]:
         """Inputs x [t, D] and token ids [t] -> experts and their weights, both [t, k]."""
@@ -94,6 +98,7 @@ class MoE:
         experts, weights = self.route(x, ids, sites)
         y = torch.zeros_like(x)
         chosen = experts.unique().tolist()
+        self.expect(chosen)
         for some in (chosen[i : i + TOGETHER] for i in range(0, len(chosen), TOGETHER)):
             at = [(experts == e).nonzero(as_tuple=True) for e in some]
             xs, of = [x[token] for token, _ in at], [weights[place] for place in at]

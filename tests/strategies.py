@@ -4,7 +4,7 @@ is tried on the right implementation and on a wrong one."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -69,6 +69,10 @@ class MemoryStore:
         value = self.values[name][start:stop]
         self.bytes_read += value.nbytes
         return value
+
+    def prefetch(self, names: Iterable[str]) -> None: ...
+
+    def release(self, names: Iterable[str]) -> None: ...
 
 
 @cache

@@ -6,7 +6,7 @@ instead of using a number nobody handed in. Source: docs/single.md §1.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import torch
@@ -62,6 +62,12 @@ class GivenWeights:
             raise BadInput(f"{name}: {held.dtype} {list(held.shape)}, the checkpoint has {dtype} {list(info.shape)}")
         first, last = row_range(name, tuple(held.shape), start, stop)
         return held[first:last].view(dtype) if bytes_ else held[first:last]
+
+    def prefetch(self, names: Iterable[str]) -> None:
+        """Nothing: all is there."""
+
+    def release(self, names: Iterable[str]) -> None:
+        """Nothing."""
 
 
 class GivenTaps(Capture):

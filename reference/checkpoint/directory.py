@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import OrderedDict
-from collections.abc import Mapping
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from torch import Tensor
@@ -17,17 +19,22 @@ from torch import Tensor
 from ..config import Config
 from ..errors import BadInput
 from .audit import audit
-from .shard import Entry, Header, map_payload, read_header, unique_object, view
+from .mapping import MappedFile, available_memory, joined
+from .shard import Entry, Header, read_header, unique_object, view
 from .store import TensorInfo, row_range
 from .values import check_values
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-_KEPT_MAPS = 2  # the layer at hand and one more; views keep theirs alive
+Hints = SimpleQueue[tuple[MappedFile, int, int] | None]  # ranges to read ahead
 
 
 class DirectoryStore:
-    """The weights of a checkpoint directory, as views into its memory-mapped files."""
+    """The weights of a checkpoint directory, as views into its memory-mapped files.
+
+    A thread asks the disk for what is prefetched. What is released leaves the system's cache as well where memory could not
+    hold the whole directory.
+    """
 
     def __init__(self, path: Path) -> None:
         """Read config, index and all headers, and audit them. Raises BadInput for any damage that they show."""
@@ -48,7 +55,11 @@ class DirectoryStore:
             _check_index(path / INDEX, index, self._tensors)
         audit(str(path), self._config, self._tensors)
         self._identity = f"{path.resolve().name}#{_digest(path, headers)}"
-        self._maps: OrderedDict[str, Any] = OrderedDict()
+        self._files: dict[str, MappedFile] = {}
+        self._checked: set[str] = set()
+        self._short_of_memory = sum(info.nbytes for info in self._tensors.values()) > available_memory()
+        self._hints: Hints = SimpleQueue()
+        self._reader: threading.Thread | None = None
         self._bytes_read = 0
 
     @property
@@ -76,19 +87,48 @@ class DirectoryStore:
         if info is None:
             raise BadInput(f"{self._path}: no tensor {name}")
         start, stop = row_range(name, info.shape, start, stop)
-        rows = view(self._map(info.shard), self._entries[name], start, stop)
-        if name.endswith((".scale", ".tid2eid")):  # small, and silent when wrong
+        rows = view(self._file(info.shard).payload, self._entries[name], start, stop)
+        if name.endswith((".scale", ".tid2eid")) and name not in self._checked:  # small, and silent when wrong
             check_values(str(self._path / info.shard), name, rows, start, self._config.n_routed_experts)
+            if len(rows) == info.shape[0]:
+                self._checked.add(name)
         self._bytes_read += rows.nbytes
         return rows
 
-    def _map(self, shard: str) -> Any:
-        if shard not in self._maps:
-            self._maps[shard] = map_payload(self._path / shard)
-        self._maps.move_to_end(shard)
-        while len(self._maps) > _KEPT_MAPS:
-            self._maps.popitem(last=False)
-        return self._maps[shard]
+    def prefetch(self, names: Iterable[str]) -> None:
+        """Start reading these tensors, in few ranges: an expert's weights are one, its scales another."""
+        if self._reader is None:
+            self._reader = threading.Thread(target=_read_ahead, args=(self._hints,), daemon=True)
+            self._reader.start()
+            weakref.finalize(self, self._hints.put, None)
+        for part in self._ranges(names):
+            self._hints.put(part)
+
+    def release(self, names: Iterable[str]) -> None:
+        """The pages of these tensors leave memory; views stay valid and read again when touched."""
+        for file, begin, end in self._ranges(names):
+            file.drop(begin, end, from_cache=self._short_of_memory)
+
+    def _ranges(self, names: Iterable[str]) -> Iterator[tuple[MappedFile, int, int]]:
+        by_file: dict[str, list[tuple[int, int]]] = {}
+        for name in names:
+            entry = self._entries[name]
+            by_file.setdefault(self._tensors[name].shard, []).append((entry.begin, entry.end))
+        for shard, ranges in by_file.items():
+            for begin, end in joined(ranges):
+                yield self._file(shard), begin, end
+
+    def _file(self, shard: str) -> MappedFile:
+        if shard not in self._files:
+            self._files[shard] = MappedFile(self._path / shard)
+        return self._files[shard]
+
+
+def _read_ahead(hints: Hints) -> None:
+    """Work of the reading thread, until it gets None: the disk may make it wait, and nobody else."""
+    while (part := hints.get()) is not None:
+        file, begin, end = part
+        file.fetch(begin, end)
 
 
 def _read_headers(path: Path) -> tuple[dict[str, Header], dict[str, Any] | None]:

@@ -1,12 +1,13 @@
 """From tensors with names to modules: which weight goes where, and how long it stays.
 
 A model whose dequantised weights fit into `memory` is kept whole; a larger one is read layer by layer, with experts
-fetched when a token asks for them. Source: docs/checkpoint.md §4.
+fetched when a token asks for them. Source: docs/checkpoint.md §4 and §9.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import sys
+from collections.abc import Sequence
 from functools import lru_cache, partial
 
 import torch
@@ -23,7 +24,10 @@ from ..linear import Linear, Products
 from ..moe import Expert, MoE
 from ..mtp import MTP
 from ..rope import Rope
-from .store import DTYPE_OF_TAG, TensorInfo, WeightStore
+from .store import DTYPE_OF_TAG, WeightStore
+from .streaming import HEAD, Streaming
+
+LOOKAHEAD = 2  # layers whose dense parts are on their way while one computes
 
 
 def dense_bytes(store: WeightStore, dtype: torch.dtype) -> int:
@@ -40,22 +44,38 @@ class Loader:
 
     `memory` bounds, in bytes, the weights that are kept between uses. `products` multiply with the weights that they
     admit as those are stored, in a resident model too; all others are dequantised here. `experts_used` names the routed
-    experts that tokens have asked for, `experts_read` counts how often one was read.
+    experts that tokens have asked for, `experts_read` counts how often one was read, `touched` the bytes of all uses.
     """
 
     def __init__(self, store: WeightStore, dtype: torch.dtype, memory: int, products: Products | None = None) -> None:
         self.store = store
         self.config: Config = store.config
         self.dtype = dtype
-        self.memory = memory
         self.products = products
         self.resident = dense_bytes(store, dtype) <= memory
         self.experts_used: set[str] = set()
         self.experts_read = 0
-        self._experts: OrderedDict[str, tuple[Expert, int]] = OrderedDict()
+        self._streaming = Streaming(store, dtype, sys.maxsize if self.resident else memory)
+        self._experts: dict[str, Expert] = {}
         self._blocks: dict[str, Block] = {}
-        self.head = lru_cache(self._head)
-        self.embedding = lru_cache(lambda: self.tensor("embed.weight"))
+        self._head = lru_cache(lambda: (self._hyper_head(""), self.tensor("norm.weight"), self.linear("head")))
+        self._embedding = lru_cache(lambda: self.tensor("embed.weight"))
+
+    @property
+    def touched(self) -> int:
+        return self._streaming.touched
+
+    def begin(self, ids: Tensor) -> None:
+        """A step of these tokens [t] begins: its first layers come, with the experts that their hash tables name."""
+        if self.resident:
+            return
+        parts = []
+        for layer in range(min(max(LOOKAHEAD, self.config.num_hash_layers), self.config.num_hidden_layers)):
+            parts.append(f"layers.{layer}")
+            if self.config.is_hash_layer(layer):
+                chosen = self.store.get(f"layers.{layer}.ffn.gate.tid2eid")[ids].unique()
+                parts += [f"layers.{layer}.ffn.experts.{e}" for e in chosen.tolist()]
+        self._streaming.begin(parts)
 
     def tensor(self, name: str) -> Tensor:
         """A small tensor (norm, sink, bias, mix) in the dtype of the run."""
@@ -76,33 +96,47 @@ class Loader:
     def embed(self, ids: Tensor) -> Tensor:
         """Embedding rows [t, D] of token ids [t]; of a streamed model only these rows are read."""
         if self.resident:
-            return self.embedding()[ids]
+            return self._embedding()[ids]
         rows, place = ids.unique(return_inverse=True)
         table = torch.cat([self.store.get("embed.weight", i, i + 1) for i in rows.tolist()])
         return table[place].to(self.dtype)
 
-    def _head(self) -> tuple[HyperHead, Tensor, Linear]:
+    def head(self) -> tuple[HyperHead, Tensor, Linear]:
         """The last mix, the last norm, and the output matrix; held once read."""
-        return self._hyper_head(""), self.tensor("norm.weight"), self.linear("head")
+        self._use(HEAD)
+        return self._head()
+
+    def _use(self, part: str) -> None:
+        for gone in self._streaming.use(part):
+            self._blocks.pop(gone, None)
+            self._experts.pop(gone, None)
+
+    def _expect(self, layer: int, name: str, numbers: Sequence[int]) -> None:
+        """A router has chosen: its experts come, and behind them what the layers after it need."""
+        if not self.resident:
+            behind = layer + LOOKAHEAD
+            dense = f"layers.{behind}" if behind < self.config.num_hidden_layers else HEAD
+            self._streaming.expect([*(f"{name}.experts.{e}" for e in numbers), dense])
 
     def block(self, layer: int) -> Block:
         """Layer `layer`; drafter block i is layer `num_hidden_layers + i`."""
         c = self.config
         name = f"layers.{layer}" if layer < c.num_hidden_layers else f"mtp.{layer - c.num_hidden_layers}"
-        if name in self._blocks:
-            return self._blocks[name]
-        block = Block(
+        self._use(name)
+        if name not in self._blocks:
+            self._blocks[name] = self._block(name, layer)
+        return self._blocks[name]
+
+    def _block(self, name: str, layer: int) -> Block:
+        return Block(
             hc_attn=self._hyper_connection(f"{name}.hc_attn"),
             attn_norm=self.tensor(f"{name}.attn_norm.weight"),
             attn=self._attention(f"{name}.attn", layer),
             hc_ffn=self._hyper_connection(f"{name}.hc_ffn"),
             ffn_norm=self.tensor(f"{name}.ffn_norm.weight"),
             ffn=self._moe(f"{name}.ffn", layer),
-            eps=c.rms_norm_eps,
+            eps=self.config.rms_norm_eps,
         )
-        if self.resident:
-            self._blocks[name] = block
-        return block
 
     def mtp(self, index: int) -> MTP:
         """Serial MTP block `index`. Raises BadInput where the checkpoint has none, or a DSpark drafter."""
@@ -126,19 +160,11 @@ class Loader:
         """One routed expert; the least recently used ones leave when `memory` is full."""
         key = f"{name}.experts.{number}"
         self.experts_used.add(key)
-        if key in self._experts:
-            self._experts.move_to_end(key)
-            return self._experts[key][0]
-        self.experts_read += 1
-        expert = self._swiglu(key)
-        size = sum(info.nbytes for part in ("w1", "w2", "w3") for info in self._stored(f"{key}.{part}"))
-        self._experts[key] = (expert, size)
-        while not self.resident and sum(s for _, s in self._experts.values()) > self.memory and len(self._experts) > 1:
-            self._experts.popitem(last=False)
-        return expert
-
-    def _stored(self, name: str) -> list[TensorInfo]:
-        return [self.store.tensors[n] for n in (f"{name}.weight", f"{name}.scale") if n in self.store.tensors]
+        self._use(key)
+        if key not in self._experts:
+            self.experts_read += 1
+            self._experts[key] = self._swiglu(key)
+        return self._experts[key]
 
     def _swiglu(self, name: str) -> Expert:
         return Expert(self.linear(f"{name}.w1"), self.linear(f"{name}.w2"), self.linear(f"{name}.w3"))
@@ -198,4 +224,5 @@ class Loader:
             top_k=c.num_experts_per_tok,
             scaling=c.routed_scaling_factor,
             limit=c.swiglu_limit,
+            expect=partial(self._expect, layer, name),
         )

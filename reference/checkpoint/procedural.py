@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -94,6 +94,12 @@ class ProceduralStore:
         values = self._kept[name][start:stop] if name in self._kept else self._make(name, info, start, stop)
         self._bytes_read += values.nbytes
         return values
+
+    def prefetch(self, names: Iterable[str]) -> None:
+        """Nothing: tensors are made when asked for."""
+
+    def release(self, names: Iterable[str]) -> None:
+        """Nothing."""
 
     def _make(self, name: str, info: TensorInfo, start: int, stop: int) -> Tensor:
         """Generator 1 draws all; 2 takes codes from its pool, and keeps what it had to draw whole."""

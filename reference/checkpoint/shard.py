@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,6 +32,10 @@ class Entry:
     @property
     def row_bytes(self) -> int:
         return DTYPE_OF_TAG[self.dtype].itemsize * math.prod(self.shape[1:])
+
+    @property
+    def end(self) -> int:
+        return self.begin + DTYPE_OF_TAG[self.dtype].itemsize * math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -112,25 +115,15 @@ def _naturals(values: Any) -> bool:
 
 def _check_payload(path: Path, entries: dict[str, Entry], payload: int, size: int) -> None:
     end = payload
-    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, _end(item[1]))):
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin != end:
             raise BadInput(f"{path}: {name} begins at offset {entry.begin}, but the bytes before it end at {end}")
-        end = _end(entry)
+        end = entry.end
     if size != end:
         what = "truncated" if size < end else "oversized"
         raise BadInput(f"{path}: {what}: {size} bytes, but its header accounts for {end}")
 
 
-def _end(entry: Entry) -> int:
-    return entry.begin + entry.row_bytes * entry.shape[0] if entry.shape else entry.begin + entry.row_bytes
-
-
-def map_payload(path: Path) -> Any:
-    """The file as bytes in memory, read when touched; writing to them changes a private copy, never the file."""
-    try:
-        return np.asarray(np.memmap(path, dtype=np.uint8, mode="c"))
-    except (OSError, ValueError) as error:
-        raise BadInput(f"{path}: not readable: {error}") from None
 
 
 def view(payload: Any, entry: Entry, start: int, stop: int) -> Tensor:

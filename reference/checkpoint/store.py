@@ -5,7 +5,7 @@ Source: docs/checkpoint.md §3 and §4.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -65,6 +65,14 @@ class WeightStore(Protocol):
 
     def get(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Rows [start, stop) along the first dimension, in the stored dtype. Raises BadInput for a missing name."""
+        ...
+
+    def prefetch(self, names: Iterable[str]) -> None:
+        """These tensors will be asked for, in this order: a hint, which returns at once."""
+        ...
+
+    def release(self, names: Iterable[str]) -> None:
+        """These tensors have been used, and their memory is wanted; what `get` gave stays valid."""
         ...
 
 
