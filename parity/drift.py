@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -15,7 +15,7 @@ from reference.state import Batch
 from . import metrics
 from .judge import Places
 
-Curve = Literal["rounding", "forced", "free"]
+Curve = Literal["rounding", "forced", "free", "reference"]
 CHOICES = ("ffn.gate.experts", "attn.indexer.picks")  # taps
 STEP = 2.0**-26  # of a finite difference, of the size of what is moved: the root of float64's unit roundoff
 
@@ -35,6 +35,10 @@ class Side:
         """Only these tokens, which are those of these sequences."""
         experts, picks = (None if x is None else x[tokens] for x in (self.experts, self.picks))
         return Side(self.streams[tokens], experts, picks, None if self.logits is None else self.logits[sequences], self.error)
+
+    def double(self) -> Side:
+        """The same numbers in float64."""
+        return replace(self, streams=self.streams.double(), logits=None if self.logits is None else self.logits.double())
 
 
 @dataclass(frozen=True)

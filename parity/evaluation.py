@@ -20,7 +20,7 @@ from reference.linear import Linear
 from reference.mtp import MTP
 from reference.norm import rms_norm
 from reference.rounding import Profile, Sites
-from reference.state import Batch, LayerState
+from reference.state import Batch, CompressorState, LayerState
 
 from . import cases
 from .drift import CHOICES, Side
@@ -62,6 +62,15 @@ class Weights:
         """For the taps of this layer."""
         name = cases.layer_name(self.config, self.layer)
         return Capture([f"{name}.", f"{name.removesuffix('block')}"], taps)
+
+
+def in_single(state: LayerState) -> LayerState:
+    """A state in float32."""
+
+    def compressor(c: CompressorState | None) -> CompressorState | None:
+        return None if c is None else CompressorState(c.values.float(), c.gates.float(), c.rows.float())
+
+    return LayerState(state.window.float(), compressor(state.compressor), compressor(state.indexer))
 
 
 @dataclass

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from optimized.cpu.fused import Products
 from reference.block import Block
-from reference.checkpoint.loader import Loader
+from reference.checkpoint.loader import Loader, dense_bytes
 from reference.checkpoint.store import WeightStore
 from reference.config import Config
 from reference.errors import BadInput
@@ -24,14 +25,14 @@ from . import cases, ops
 from .alone import Listening
 from .budget.bounded import Arithmetic
 from .drift import CHOICES, Drift, LogitsDrift, Seat, Side, distances
-from .evaluation import Evaluation, Weights
+from .evaluation import Evaluation, Weights, in_single
 from .judge import MismatchedShape, Stored, Verdict, judge
 from .step import Step
 from .storage import Unfit
 from .whole import Carried, Turn, Whole
 
 EXPERT_MEMORY = 1 << 28  # bytes of experts kept within a layer
-
+LEFT_OUT = "kernels were not asked to run in this layer"
 
 Judges = Callable[[ops.Op, str], bool]
 
@@ -48,10 +49,15 @@ class Setting:
     seed: int
     judges: Judges = lambda op, phase: True  # which ops in which phase
     whole: bool = False  # whether the candidate runs whole layers too
+    candidate: frozenset[int] | None = None  # layers that kernels run in (None: all); the others are evaluated only
 
     @property
     def config(self) -> Config:
         return self.store.config
+
+    def asks(self, layer: int) -> bool:
+        """Whether kernels run in this layer."""
+        return self.candidate is None or layer in self.candidate
 
 
 @dataclass(frozen=True)
@@ -67,11 +73,13 @@ class Judged:
 
 @dataclass
 class Streams:
-    """Residual streams [t, s, D] of every phase before a layer: the truth's, the twin's, and where it runs freely the
-    candidate's own of its sampled sequences, with the error vector that is predicted for them."""
+    """Residual streams [t, s, D] of every phase before a layer: the truth's, the twin's, and where streams run freely the
+    reference's, in float32, and the candidate's own of its sampled sequences, with the error vector that is predicted for
+    them."""
 
     truth: dict[str, Tensor]
     twin: dict[str, Tensor]
+    reference: dict[str, Tensor] = field(default_factory=dict)
     free: dict[str, Tensor] = field(default_factory=dict)
     grown: dict[str, Tensor] = field(default_factory=dict)
 
@@ -85,24 +93,28 @@ class Flow:
 
     setting: Setting
     loader: Loader
+    single: Loader  # in float32
     ids: list[Tensor]
     streams: Streams | None = None
     judged: list[Judged] = field(default_factory=list)
     drift: list[Drift | LogitsDrift] = field(default_factory=list)
-    unfit: dict[int, str] = field(default_factory=dict)  # layers that no kernel takes as a whole, and why
+    unfit: dict[int, str] = field(default_factory=dict)  # layers that ran as no whole, and why
     listening: Listening | None = None
 
     @classmethod
     def start(cls, setting: Setting) -> Flow:
-        loader = Loader(setting.store, torch.float64, EXPERT_MEMORY)
+        """A model that fits into memory is held there dequantised; of a larger one the packed weights are multiplied."""
+        store = setting.store
+        products = Products() if dense_bytes(store, torch.float64) > EXPERT_MEMORY else None
+        double, single = (Loader(store, dtype, EXPERT_MEMORY, products) for dtype in (torch.float64, torch.float32))
         ids = cases.token_ids(setting.plan, setting.config.vocab_size, setting.seed)
-        return cls(setting, loader, ids, listening=Listening(setting.store, EXPERT_MEMORY) if setting.whole else None)
+        return cls(setting, double, single, ids, listening=Listening(store, EXPERT_MEMORY) if setting.whole else None)
 
     def begin_with_tokens(self) -> None:
         """Streams of layer 0: each token's embedding, four times."""
         embedded = {phase: self.loader.embed(self.batch(phase).ids) for phase in self.setting.plan.phases()}
         wide = {phase: x[:, None].repeat(1, self.setting.config.hc_mult, 1) for phase, x in embedded.items()}
-        self.streams = Streams(dict(wide), dict(wide))
+        self.streams = Streams(dict(wide), dict(wide), {phase: x.float() for phase, x in wide.items()})
         for phase, x in wide.items() if self.listening else ():
             if turn := Turn.of(0, phase, self.batch(phase), self.members(phase), self.setting.plan):
                 self.streams.free[phase] = x[turn.seat.tokens]
@@ -129,21 +141,31 @@ class Flow:
         setting, weights = self.setting, Weights.load(self.loader, self.setting.config, layer)
         truth, twin = (Evaluation(weights, p, self._states(layer, weights.block, p)) for p in (EXACT, setting.profile))
         streams, out = self.streams or self._synthetic(layer), Streams({}, {})
-        work = _Layer(self, weights, truth, twin, self._whole(twin, bool(streams.free)))
+        single = self._single(truth) if streams.reference else None
+        work = _Layer(self, weights, truth, twin, single, self._whole(twin, bool(streams.free)))
         for phase in setting.plan.phases():
             step = work.run(phase, streams, out)
             if phase in setting.plan.judged:
-                for result in judge_step(step, [op for op in setting.ops if setting.judges(op, phase)]):
+                chosen = [op for op in setting.ops if setting.judges(op, phase)]
+                for result in judge_step(step, chosen) if setting.asks(layer) else left_out(step, chosen):
                     self.judged.append(result)
                     yield result
                 work.earlier = last_tokens(step)
         if self.streams:
-            self.streams = out if out.free.keys() == streams.free.keys() else Streams(out.truth, out.twin)
+            self.streams = out if out.free.keys() == streams.free.keys() else Streams(out.truth, out.twin, out.reference)
+
+    def _single(self, truth: Evaluation) -> Evaluation:
+        """The reference as it generates, in float32, from the truth's states."""
+        weights = Weights.load(self.single, self.setting.config, truth.weights.layer)
+        return Evaluation(weights, EXACT, [in_single(state) for state in truth.states])
 
     def _whole(self, twin: Evaluation, own: bool) -> Whole | None:
+        layer = twin.weights.layer
         if self.listening is None:
             return None
-        layer = twin.weights.layer
+        if not self.setting.asks(layer):
+            self.unfit[layer] = LEFT_OUT
+            return None
         try:
             return Whole.start(self.listening, twin, self.setting.plan, self.setting.seed, own, same=layer == 0)
         except BadInput as error:
@@ -179,6 +201,7 @@ class _Layer:
     weights: Weights
     truth: Evaluation
     twin: Evaluation
+    single: Evaluation | None
     whole: Whole | None
     earlier: dict[str, Stored] = field(default_factory=dict)
 
@@ -197,6 +220,10 @@ class _Layer:
         flow.drift += distances(seat, "rounding", twin, truth)
         if turn := Turn.of(w.layer, phase, batch, members, setting.plan):
             self._run_whole(turn, streams, twin, truth, out)
+        if self.single:
+            single = self.single.run(streams.reference[phase], batch, members, w.capture(set(CHOICES)))
+            out.reference[phase] = single.streams
+            flow.drift += distances(seat, "reference", single.double(), truth)
         return step
 
     def _run_whole(self, turn: Turn, streams: Streams, twin: Side, truth: Side, out: Streams) -> None:
@@ -218,9 +245,20 @@ class _Layer:
 def judge_step(step: Step, chosen: Sequence[ops.Op]) -> Iterator[Judged]:
     """Every chosen op that this layer has: run the candidate, replay the twin, compare."""
     for op in chosen:
-        if cases.layer_kinds(step.config, step.layer) & set(op.kinds):
+        if _has(step, op):
             missing = op.missing(step.phase)
             yield Judged(op, step.layer, step.phase, (), missing) if missing else _judged(step, op)
+
+
+def left_out(step: Step, chosen: Sequence[ops.Op]) -> Iterator[Judged]:
+    """Every chosen op of a layer that kernels do not run in."""
+    for op in chosen:
+        if _has(step, op):
+            yield Judged(op, step.layer, step.phase, (), op.missing(step.phase) or LEFT_OUT)
+
+
+def _has(step: Step, op: ops.Op) -> bool:
+    return bool(cases.layer_kinds(step.config, step.layer) & set(op.kinds))
 
 
 def _judged(step: Step, op: ops.Op) -> Judged:

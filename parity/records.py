@@ -81,6 +81,12 @@ def missing_record(op: str, phase: str, reason: str, layers: int, required: bool
             "volatile": {}}  # fmt: skip
 
 
+def layer_record(config: Config, layer: int, candidate: bool, seconds: float, peak_rss: int) -> Record:
+    """A layer is done: whether kernels ran in it, how long it took, and the process's largest resident set by then."""
+    return {"record": "layer", "layer": layer, "layer_id": layer_id(config, layer), "kind": config.kind(layer),
+            "candidate": candidate, "volatile": {"seconds": round(seconds, 2), "peak_rss": peak_rss}}  # fmt: skip
+
+
 def merged(missing: Iterable[Record]) -> list[Record]:
     """One record for each op, phase and reason, with the number of layers they all concern."""
     found: dict[tuple[str, str, str], Record] = {}

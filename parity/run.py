@@ -24,6 +24,7 @@ from reference.rounding import profile
 from . import candidates, cases, ops, records
 from .flow import Flow, Setting
 from .journal import Journal
+from .options import peak_rss
 from .records import Record
 
 PROFILES = tuple(FORMS)  # builds that a candidate exists for
@@ -39,7 +40,7 @@ class Request:
     """What to run. `required` ops must be judged, or the run is incomplete. `streams` are `free-running`, the twin's
     from layer to layer, or `synthetic` at every layer. `model` is the user's word for it, if there was one. `ids` are
     those of the first sequences, read from `ids_file`; the others' are drawn. With `drift` the candidate runs whole layers
-    too."""
+    too. Kernels run in the layers of `candidate` (None: all); the others are evaluated only."""
 
     layers: tuple[int, ...]
     ops: tuple[ops.Op, ...]
@@ -52,6 +53,7 @@ class Request:
     ids: tuple[Tensor, ...] = ()
     ids_file: str = ""
     drift: bool = True
+    candidate: frozenset[int] | None = None
 
 
 Listener = Callable[[int, Record], None]
@@ -68,7 +70,7 @@ def run(
     if ended := journal.ended():
         return ended
     setting = Setting(store, profile(request.profile), request.plan, request.ops, ops.ARITHMETIC, request.seed,
-                      whole=request.drift)  # fmt: skip
+                      whole=request.drift, candidate=request.candidate)  # fmt: skip
     flow = Flow.start(setting)
     flow.ids[: len(request.ids)] = request.ids
     names = [cases.layer_id(config, i) for i in request.layers]
@@ -85,8 +87,9 @@ def run(
 
 
 def _layer(flow: Flow, layer: int, request: Request, listen: Callable[[Record], None]) -> list[Record]:
-    """Records of one layer: verdicts, drift, what was not run."""
-    config, at = flow.setting.config, time.monotonic()
+    """Records of one layer: verdicts, drift, what was not run, and how long it took."""
+    config = flow.setting.config
+    began = at = time.monotonic()
     judged, drift = len(flow.judged), len(flow.drift)
     out = []
     for result in flow.run_layer(layer):
@@ -99,9 +102,8 @@ def _layer(flow: Flow, layer: int, request: Request, listen: Callable[[Record], 
     missing = [r for r in flow.judged[judged:] if r.missing]
     if layer in flow.unfit:
         out += [records.missing_record("drift", phase, flow.unfit[layer], 1, False) for phase in request.plan.judged]
-    return out + [
-        records.missing_record(r.op.name, r.phase, r.missing or "", 1, r.op.name in request.required) for r in missing
-    ]
+    out += [records.missing_record(r.op.name, r.phase, r.missing or "", 1, r.op.name in request.required) for r in missing]
+    return [*out, records.layer_record(config, layer, flow.setting.asks(layer), time.monotonic() - began, peak_rss())]
 
 
 def _in_order(parts: Sequence[Sequence[Record]]) -> list[Record]:
@@ -133,6 +135,7 @@ def _header(store: WeightStore, request: Request) -> Record:
         streams=request.streams,
         drift=request.drift,
         layers=[cases.layer_id(store.config, i) for i in request.layers],
+        candidate=None if request.candidate is None else [cases.layer_id(store.config, i) for i in sorted(request.candidate)],
         ops=[op.name for op in request.ops],
         required=sorted(request.required),
         phases=list(request.plan.judged),

@@ -47,3 +47,14 @@ def exactly_bf16(values: Tensor) -> Tensor:
     if not torch.equal(narrow.to(values.dtype), values):
         raise Unfit("the weight has values that bfloat16 does not hold, and the kernel takes bfloat16")
     return narrow
+
+
+def unsigned(linear: Linear) -> Linear:
+    """The absolute values of a weight, stored as it is."""
+    if linear.weight.dtype == torch.int8:
+        weight = linear.weight & 0x77  # two E2M1 codes a byte
+    elif linear.quantized:
+        weight = (linear.weight.view(torch.uint8) & 0x7F).view(linear.weight.dtype)
+    else:
+        weight = linear.weight.abs()
+    return Linear(weight, linear.scale, linear.products)

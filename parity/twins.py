@@ -20,12 +20,12 @@ from reference.state import CompressorState
 
 from . import candidates, row_forms
 from .budget import codes, spans
-from .budget.bounded import FUNCTION_ULPS, Bounded, dot, exact
+from .budget.bounded import FUNCTION_ULPS, Bounded, exact
 from .judge import Bytes, Codes, Dense, Expected, Places, Stored, Unchanged
 from .step import Step
+from .storage import unsigned
 
 FREQUENCY_ULPS = 4.0  # of a float32 power and the blend of two: what two implementations of the table may differ by
-TILE = 1 << 23  # weights held in float64 at a time
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,10 @@ def quantise(step: Step, op: str, stored: StoredOutputs) -> Expectations:
 
 
 def product(x: Bounded, linear: Linear, step: Step, start: int = 0, stop: int | None = None) -> Bounded:
-    """x [t, k] times rows [start, stop) of a weight of bfloat16 or of codes -> [t, n]: products are exact, `k` float32
-    additions round."""
-    rows, stop = max(1, TILE // x.value.shape[1]), linear.out_features if stop is None else stop
-    parts = [
-        dot(x, exact(linear.dense(torch.float64, first, min(first + rows, stop))), step.how)
-        for first in range(start, stop, rows)
-    ]
-    return Bounded(torch.cat([p.value for p in parts], 1), torch.cat([p.bound for p in parts], 1))
+    """x [t, k] times rows [start, stop) of a weight of bfloat16 or of codes -> [t, n]: `bounded.dot` with the weight exact,
+    which is linear in the weight's absolute values."""
+    errors = x.bound + step.how.dot_share(x.value.shape[1]) * x.largest
+    return Bounded(linear.apply(x.value, start, stop), unsigned(linear).apply(errors, start, stop))
 
 
 def token_places(step: Step, rows: int) -> Places:

@@ -238,7 +238,7 @@ def test_weights_that_no_kernel_takes_are_not_run(monkeypatch):
 
     monkeypatch.setattr(alone.Alone, "start", refuse)
     f = flowing(cases.plan([5], [], ["prefill"]), layers=2)
-    assert {d.curve for d in f.drift} == {"rounding"} and f.streams.free == {}
+    assert {d.curve for d in f.drift} == {"rounding", "reference"} and f.streams.free == {}
     assert f.unfit == dict.fromkeys((0, 1), "layers.0.attn.wq_a is stored as bf16")
 
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from parity import cli, journal, records
 from parity.flow import Streams
@@ -125,9 +126,10 @@ def broken(tmp_path, monkeypatch) -> Path:
 def test_streams_come_back_to_the_bit_whatever_their_fields(broken):
     """What is kept follows the fields of `Streams`, in any number and type."""
     back = journal.Journal(broken).streams("layer_00")
-    for name in ("truth", "twin"):
+    for name in ("truth", "twin", "reference"):
         assert set(getattr(back, name)) == {"prefill", "decode"}
     assert back.twin["decode"].shape == (1, 4, 256) and (back.twin["decode"] != back.truth["decode"]).any()
+    assert back.reference["decode"].dtype == torch.float32 != back.truth["decode"].dtype
     other = Streams({"decode": back.twin["decode"].bfloat16()}, {"decode": back.twin["decode"][:, :1].transpose(1, 2)})
     journal.Journal(broken).keep("layer_01", [], other)
     again = journal.Journal(broken).streams("layer_01")
@@ -148,6 +150,7 @@ def test_streams_come_back_to_the_bit_whatever_their_fields(broken):
         (["--layers", "0-1"], "layers"),
         (["--profile", "pool-bf16"], "profile"),
         (["--gate", "--ops", "*"], "ops"),
+        (["--candidate-layers", "0"], "candidate"),
     ],
 )
 def test_another_run_is_not_resumed(broken, words, field, capsys):

@@ -38,6 +38,10 @@ class Arithmetic:
         """min(n, λ·sqrt(n)): how many of n roundings in a row add up. Truncation has one sign and adds up whole."""
         return float(n) if self.truncates else min(float(n), self.lam * math.sqrt(n))
 
+    def dot_share(self, n: int) -> float:
+        """What a dot product of n terms may be off by, as a share of the sum of its absolute products."""
+        return self.growth(n) * self.accumulate + 2 * self.operand
+
 
 ACCUMULATE = {
     how.name: how
@@ -95,9 +99,8 @@ def dot(a: Bounded, b: Bounded, how: Arithmetic) -> Bounded:
     """
     value = a.value @ b.value.T
     inherited = a.value.abs() @ b.bound.T + a.bound @ b.largest.T
-    n = a.value.shape[-1]
     sizes = a.largest @ b.largest.T
-    return Bounded(value, inherited + (how.growth(n) * how.accumulate + 2 * how.operand) * sizes)
+    return Bounded(value, inherited + how.dot_share(a.value.shape[-1]) * sizes)
 
 
 def independent_sum(terms: Tensor, dim: int, lam: float) -> Tensor:

@@ -48,6 +48,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of token ids and synthetic state (default 0)")
     parser.add_argument("--candidate", choices=["optimized"], default="optimized", help="whose kernels (default optimized)")
     add_device(parser)
+    parser.add_argument("--candidate-layers", metavar="L",
+                        help="layers that kernels run in, spelt as in --layers; the others are evaluated without (default: "
+                        "all of --layers)")
     parser.add_argument("--drift", action=argparse.BooleanOptionalAction,
                         help="run whole layers of the candidate too, for the curves of its drift (default: where --ops names "
                         "none)")
@@ -127,10 +130,13 @@ def build_request(args: argparse.Namespace, config: Config) -> Request:
     chosen = ops.select(args.ops.split(",") if args.ops else ["*"])
     required = frozenset(op.name for op in chosen if args.ops or args.gate)
     layers = tuple(cases.layer_numbers(args.layers, config))
+    candidate = None if args.candidate_layers is None else frozenset(cases.layer_numbers(args.candidate_layers, config))
+    if candidate is not None and candidate - set(layers):
+        raise ValueError(f"--candidate-layers names {min(candidate - set(layers))}, which --layers does not")
     streams = "free-running" if args.layers == "all" else "synthetic"
     return Request(layers, tuple(chosen), required, plan, args.profile, args.seed, streams, args.model or "",
                    tuple(ids.values()), str(args.ids_file) if ids else "",
-                   args.ops is None if args.drift is None else args.drift)  # fmt: skip
+                   args.ops is None if args.drift is None else args.drift, candidate)  # fmt: skip
 
 
 def read_prompts(file: Path, vocabulary: int) -> dict[str, Tensor]:

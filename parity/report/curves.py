@@ -18,6 +18,7 @@ CURVES = {
     "rounding": "what rounding alone costs: the exact model with this build's rounding, no kernel, against the exact model",
     "forced": "each layer alone: the build's layer on the twin's streams, against the twin",
     "free": "running freely: the build on its own streams from the first layer, against the twin",
+    "reference": "what float32 costs: the exact model as it generates, against the exact model in float64",
     "predicted": "predicted: each layer's own error, carried on by the measured gain of the layers behind it",
 }
 

@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..locate import headline
+from ..options import show_bytes
 
 Record = Mapping[str, Any]
 COLUMNS = ("op", "layer", "kind", "phase", "budget used", "rel. L2", "verdict")
@@ -75,6 +76,7 @@ def print_report(records: Sequence[Record], console: Console | None = None) -> N
         )
         console.print(f"     {reproduce(records[0], verdict)}", soft_wrap=True, highlight=False)
     _print_not_run(records, console)
+    _print_layers([r for r in records if r["record"] == "layer"], console)
     _print_summary(records[-1], console)
 
 
@@ -99,6 +101,19 @@ def _print_not_run(records: Sequence[Record], console: Console) -> None:
         console.print("\nnot run:")
     for reason, ops in missing.items():
         console.print(f"  {escape(reason)}: {escape(', '.join(ops))}", highlight=False)
+
+
+def _print_layers(layers: Sequence[Record], console: Console) -> None:
+    """Seconds of a layer, with kernels and without, and the largest resident set."""
+    parts = []
+    for candidate, words in ((False, "without kernels"), (True, "with kernels")):
+        seconds = [r["volatile"]["seconds"] for r in layers if r["candidate"] == candidate]
+        if seconds:
+            each = f"{min(seconds):.1f} to {max(seconds):.1f} s each, {sum(seconds):.0f} s together"
+            parts.append(f"layers {words}: {len(seconds)}, {each}")
+    if parts:
+        peak = max(r["volatile"]["peak_rss"] for r in layers)
+        console.print(f"\n{'; '.join(parts)}; peak RSS {show_bytes(peak)}", highlight=False, soft_wrap=True)
 
 
 def _print_summary(summary: Record, console: Console) -> None:
