@@ -92,11 +92,13 @@ def token_ids(plan: Plan, vocab: int, seed: int) -> list[Tensor]:
 
 def streams(config: Config, tokens: int, generator: torch.Generator) -> Tensor:
     """Residual streams [t, s, D] that look trained: channels with lasting outliers, tokens of different size, streams
-    that differ; bfloat16 values in float64."""
+    that differ; of eight tokens one so faint that epsilons show, and one of zeros. bfloat16 values in float64."""
     s, d = config.hc_mult, config.hidden_size
     channel = torch.exp(0.5 * torch.randn(d, generator=generator, dtype=torch.float64))
     channel[torch.randint(0, d, (max(1, d // 64),), generator=generator)] *= 30
     token = torch.exp(torch.randn(tokens, 1, 1, generator=generator, dtype=torch.float64))
+    token[5::8] *= 2.0**-12
+    token[6::8] = 0
     common = torch.randn(tokens, 1, d, generator=generator, dtype=torch.float64)
     own = torch.randn(tokens, s, d, generator=generator, dtype=torch.float64)
     return (token * channel * (common + own)).to(torch.bfloat16).double()

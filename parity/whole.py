@@ -87,11 +87,11 @@ class Whole:
         All are of the sampled tokens."""
         rounding = relative_l2(twin.streams, truth.streams)
         forced = self.forced.run(given, turn.batch, turn.members)
-        said = distances(turn.seat, "forced", forced, twin, rounding)
+        base = self.smooth.streams(given, turn.batch, turn.members)
+        said = distances(turn.seat, "forced", forced, twin, relative_l2(twin.streams, base))
         if own is None or self.free is None:
             return said, None
         free = forced if self.free is self.forced else self.free.run(own.streams, turn.batch, turn.members)
-        base = self.smooth.streams(given, turn.batch, turn.members)
         before = pushed(lambda x: self.nudged.streams(x, turn.batch, turn.members), given, base, own.error)
         error = grown(before, forced.streams - twin.streams)
         predicted = float(error.norm() / twin.streams.norm())
