@@ -83,7 +83,8 @@ def add_arithmetic(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profile", default="exact",
                         help="rounding profile: exact, qat, official, pool-bf16, pool-fp8 (default exact)")  # fmt: skip
     parser.add_argument("--memory", type=byte_count, default=8 << 30, metavar="BYTES",
-                        help="bytes of weights kept between uses; a larger model is streamed (default 8GiB)")  # fmt: skip
+                        help="bytes of weights kept between uses, in generate of the whole process; a larger model is "
+                        "streamed (default 8GiB)")  # fmt: skip
 
 
 def add_engine(parser: argparse.ArgumentParser, both: bool = False) -> None:
@@ -116,7 +117,16 @@ def arithmetic(args: argparse.Namespace) -> str:
 
 def peak_rss() -> int:
     """Largest resident set of this process so far in bytes (VmHWM: mapped file pages count)."""
+    return _status("VmHWM")
+
+
+def rss() -> int:
+    """Resident set of this process now, in bytes."""
+    return _status("VmRSS")
+
+
+def _status(field: str) -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
+        if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
-    raise OSError("/proc/self/status has no VmHWM")
+    raise OSError(f"/proc/self/status has no {field}")

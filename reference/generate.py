@@ -29,6 +29,25 @@ def sample(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> in
     return int(torch.argmax(p / noise))
 
 
+@dataclass
+class Text:
+    """Token ids of a prompt and of what was made after it, the state that has seen all but the last of them, and the
+    source of the sampler's noise. A new text has a state that has seen nothing."""
+
+    ids: list[int]
+    prompt: int
+    state: SequenceState
+    generator: torch.Generator
+
+    @classmethod
+    def begin(cls, prompt: Tensor, sampling: Sampling) -> Text:
+        return cls(prompt.tolist(), len(prompt), SequenceState(), torch.Generator().manual_seed(sampling.seed))
+
+    @property
+    def made(self) -> list[int]:
+        return self.ids[self.prompt :]
+
+
 def generate(
     model: Model,
     prompt: Tensor,
@@ -37,12 +56,18 @@ def generate(
     on_layer: Callable[[int, Tensor], None] | None = None,
 ) -> Iterator[int]:
     """Token ids after `prompt` [n], as they come; the last one is eos if the model says so within `max_new_tokens`."""
-    generator = torch.Generator().manual_seed(sampling.seed)
-    state, tokens = SequenceState(), prompt
-    for _ in range(max_new_tokens):
-        x = model.forward([tokens], [state], on_layer)
-        token = sample(model.logits(x[-1:])[0], sampling, generator)
-        yield token
-        if token == model.config.eos_token_id:
-            return
-        tokens = torch.tensor([token])
+    return extend(model, Text.begin(prompt, sampling), max_new_tokens, sampling, on_layer)
+
+
+def extend(
+    model: Model,
+    text: Text,
+    max_new_tokens: int,
+    sampling: Sampling,
+    on_layer: Callable[[int, Tensor], None] | None = None,
+) -> Iterator[int]:
+    """The tokens that `text` still lacks of `max_new_tokens`, as they come; it holds each when it is given."""
+    while len(text.made) < max_new_tokens and text.made[-1:] != [model.config.eos_token_id]:
+        x = model.forward([torch.tensor(text.ids[text.state.length :], dtype=torch.long)], [text.state], on_layer)
+        text.ids.append(sample(model.logits(x[-1:])[0], sampling, text.generator))
+        yield text.ids[-1]

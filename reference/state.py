@@ -6,10 +6,13 @@ and rolling back rejected tokens means keeping the state from before. Source: do
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from torch import Tensor
+
+_COMPRESSED = ("values", "gates", "rows")
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,32 @@ class SequenceState:
     def copy(self) -> SequenceState:
         """A state that later steps of this one do not touch."""
         return replace(self, layers=list(self.layers))
+
+
+def named_tensors(state: SequenceState) -> dict[str, Tensor]:
+    """Every tensor of a state, `layers.3.window`, `layers.3.indexer.rows`: with `length` it is all there is."""
+    named = {}
+    for i, layer in enumerate(state.layers):
+        named[f"layers.{i}.window"] = layer.window
+        for part in ("compressor", "indexer"):
+            compressor = getattr(layer, part)
+            if compressor is not None:
+                named |= {f"layers.{i}.{part}.{name}": getattr(compressor, name) for name in _COMPRESSED}
+    return named
+
+
+def from_tensors(length: int, named: Mapping[str, Tensor]) -> SequenceState:
+    """The state of `length` tokens that `named_tensors` made this of. Raises KeyError for one that is missing."""
+
+    def compressor(name: str) -> CompressorState | None:
+        parts = {part: named[f"{name}.{part}"] for part in _COMPRESSED} if f"{name}.rows" in named else None
+        return CompressorState(**parts) if parts else None
+
+    layers = [
+        LayerState(named[f"layers.{i}.window"], compressor(f"layers.{i}.compressor"), compressor(f"layers.{i}.indexer"))
+        for i in range(sum(name.endswith(".window") for name in named))
+    ]
+    return SequenceState(length, layers)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from parity.bench import full
 from parity.bench import limits as limits_of
 from parity.bench.limits import Limits, bounds
 from parity.cli import main
-from parity.commands.generate import bound_lines
+from parity.traffic import Machine, Work, bound_lines
 from reference.checkpoint.procedural import ProceduralStore
 
 MACHINE = Limits(read=30e9, read_one=16e9, fma=100e9)
@@ -23,8 +23,8 @@ def test_the_larger_bound_binds():
 
 
 def test_a_token_is_held_to_what_it_touched_itself():
-    work = [(n * 10**10, 6 * 10**11) for n in (9, 12, 15)]
-    lines = bound_lines([20.0, 2.0, 4.0], work, MACHINE)
+    steps = [Work(n * 10**10, m * 10**11) for n, m in ((9, 6), (3, 0), (3, 0))]
+    lines = bound_lines([20.0, 2.0, 4.0], steps, Machine(MACHINE))
     assert "prompt bound    3.00 s by memory (90.0 GB), 10.00 s by arithmetic: arithmetic binds, took 2.0x" in lines
     assert "token bound     1.00 s by memory (30.0 GB), 0.00 s by arithmetic: memory binds, took 3.0x" in lines
 
@@ -63,7 +63,7 @@ def test_shares_are_of_what_was_done(monkeypatch):
 
 
 def test_a_streamed_generation_prints_them(capsys, monkeypatch):
-    monkeypatch.setattr("parity.commands.generate.measure_limits", lambda: MACHINE)
+    monkeypatch.setattr(limits_of, "measure", lambda most: MACHINE)
     assert main(["generate", "--model", "procedural:mini", "--ids", "0,5,17", "--max-new-tokens", "2", "--memory", "1M"]) == 0
     err = capsys.readouterr().err
     assert "token bound" in err and "binds" in err and "read 30.0 GB/s (one thread 16.0)" in err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -46,10 +47,10 @@ def bounds(nbytes: int, multiply_adds: int, limits: Limits) -> Bounds:
     return Bounds(nbytes / limits.read, multiply_adds / (SHARE_OF_PEAK * limits.fma))
 
 
-def measure() -> Limits:
-    """The best of `REPEATS` runs each; takes a second or two, and `MOST` bytes of memory at most."""
+def measure(most: int = sys.maxsize) -> Limits:
+    """The best of `REPEATS` runs each; takes a second or two, and `MOST` or `most` bytes of memory at most."""
     threads = torch.get_num_threads()
-    array = torch.ones(min(max(8 * last_level_cache(), LEAST), MOST) // 4)
+    array = torch.ones(max(1, min(max(8 * last_level_cache(), LEAST), MOST, most) // 4))
     square = torch.ones(FMA_SIDE, FMA_SIDE)
     read = array.nbytes / _best(array.sum)
     fma = FMA_SIDE**3 / _best(lambda: square @ square)
