@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from parity.bench.reference import ENGINES, Job, Measured, measure, ratios
+from parity.bench.reference import ENGINES, Job, Measured, cut, measure, opened, ratios
+from reference.checkpoint.procedural import ProceduralStore
+from reference.checkpoint.writer import write_checkpoint
+from reference.config import Config
+from reference.errors import BadInput
+from reference.presets import CONFIG_JSON
 
 
 def test_ratios_are_above_one_where_the_reference_is_faster():
@@ -25,3 +30,22 @@ def test_each_engine_runs_in_a_process_of_its_own(engine):
 def test_a_child_that_fails_is_an_error():
     with pytest.raises(RuntimeError, match="nosuch"):
         measure("reference", Job("procedural:nosuch", 4, 1, 1))
+
+
+@pytest.mark.parametrize(("name", "kinds"), [("v4-pro", ["hca", "csa"]), ("v4-flash", ["window", "csa", "hca"])])
+def test_a_cut_model_has_the_widths_and_a_layer_of_each_kind(name, kinds):
+    whole, few = CONFIG_JSON[name], cut(CONFIG_JSON[name])
+    config = Config.from_dict(few)
+    assert [config.kind(i) for i in range(config.num_hidden_layers)] == kinds
+    assert [config.is_hash_layer(i) for i in range(len(kinds))] == [True, *[False] * (len(kinds) - 1)]
+    changed = {field for field in whole if whole[field] != few[field]}
+    assert changed == {"num_hidden_layers", "compress_ratios", "num_hash_layers", "n_routed_experts", "vocab_size"}
+    assert opened(Job(f"procedural:{name}", 1, 1, 1, cut=True))[0].config == config
+
+
+def test_files_are_not_cut(tmp_path):
+    drawn = ProceduralStore("mini")
+    write_checkpoint(drawn, drawn.config_json, tmp_path / "mini", lambda number, file: None)
+    assert opened(Job(str(tmp_path / "mini"), 1, 1, 1))[1] == drawn.config_json
+    with pytest.raises(BadInput, match="only a procedural model"):
+        opened(Job(str(tmp_path / "mini"), 1, 1, 1, cut=True))

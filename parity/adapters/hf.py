@@ -78,10 +78,12 @@ def state_dict(store: WeightStore, dtype: torch.dtype) -> Iterator[tuple[str, Te
 def build(store: WeightStore, config_json: dict[str, Any], dtype: torch.dtype) -> Any:
     """transformers' eager model with the weights of `store`. Raises RuntimeError if a name or shape does not fit."""
     from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+    from transformers.initialization import no_init_weights
 
     fields = {k: v for k, v in config_json.items() if k not in ("quantization_config", "expert_dtype", "torch_dtype")}
     fields |= {"attn_implementation": "eager", "experts_implementation": "eager", "dtype": dtype}
     config = DeepseekV4Config(**fields)
-    model = DeepseekV4ForCausalLM(config)
+    with no_init_weights():  # weights that are replaced at once would count in the peak of memory
+        model = DeepseekV4ForCausalLM(config)
     model.load_state_dict(dict(state_dict(store, dtype)), strict=True, assign=True)
     return model.eval()

@@ -1,5 +1,7 @@
 """Speed and memory of the reference beside transformers: same weights, same tokens, alternating processes.
 
+The reference runs twice: as it is, on weights that it holds dequantised, and with products of packed weights, as it generates.
+
 Run as a module it is one measurement in a process of its own, so that peak memory belongs to one engine alone.
 """
 
@@ -10,7 +12,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -19,18 +21,23 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-ENGINES = ("reference", "transformers")
+    from reference.checkpoint.store import WeightStore
+
+ENGINES = ("reference", "packed", "transformers")
+PEER = "transformers"
 WARM_UP = 8  # tokens run before the clock starts: thread pools, compiled loops, weights
+EXPERTS, VOCABULARY = 8, 4096  # of a model that is cut down
 
 
 @dataclass(frozen=True)
 class Job:
-    """What both engines do: one prefill, then single tokens, in float32."""
+    """What all engines do: one prefill, then single tokens, in float32. `cut`: on a cut-down model."""
 
     model: str
     prefill: int
     decode: int
     threads: int
+    cut: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,7 +52,7 @@ class Measured:
 
 def measure(engine: str, job: Job) -> Measured:
     """Run one engine in a new process. Raises RuntimeError with the process's last words if it fails."""
-    words = [engine, job.model, *map(str, (job.prefill, job.decode, job.threads))]
+    words = [engine, job.model, *map(str, (job.prefill, job.decode, job.threads)), *["--cut"] * job.cut]
     child = subprocess.run([sys.executable, "-m", "parity.bench.reference", *words], capture_output=True, text=True)
     if child.returncode:
         raise RuntimeError(f"{engine}: {(child.stderr.strip().splitlines() or ['died without a word'])[-1]}")
@@ -65,12 +72,38 @@ def ratios(ours: list[Measured], theirs: list[Measured]) -> dict[str, float]:
     }
 
 
-def reference_engine(model: str) -> Callable[[Tensor], Callable[[Tensor], None]]:
+def cut(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration with the widths of this one and little of them: a layer of each kind that it has, the first with
+    hashed experts, few experts, a small vocabulary."""
+    ratios = list(dict.fromkeys(fields["compress_ratios"][: fields["num_hidden_layers"]]))
+    few = {"num_hidden_layers": len(ratios), "compress_ratios": [*ratios, 0], "num_hash_layers": 1}
+    return {**fields, **few, "n_routed_experts": EXPERTS, "vocab_size": VOCABULARY}
+
+
+def opened(job: Job) -> tuple[WeightStore, dict[str, Any]]:
+    """The weights and the fields of `config.json`. Raises BadInput for a directory that is to be cut down."""
     from reference.checkpoint.open import open_store
+    from reference.checkpoint.procedural import ProceduralStore
+    from reference.config import Config
+    from reference.errors import BadInput
+
+    store = open_store(job.model)
+    if not isinstance(store, ProceduralStore):
+        if job.cut:
+            raise BadInput(f"{job.model}: only a procedural model can be cut down")
+        return store, json.loads((Path(job.model) / "config.json").read_text())
+    if not job.cut:
+        return store, store.config_json
+    fields = cut(store.config_json)
+    return ProceduralStore(Config.from_dict(fields)), fields
+
+
+def reference_engine(job: Job, packed: bool) -> Callable[[Tensor], Callable[[Tensor], None]]:
+    from optimized.cpu.fused import Products
     from reference.model import Model
     from reference.state import SequenceState
 
-    engine = Model(open_store(model))
+    engine = Model(opened(job)[0], memory=sys.maxsize, products=Products() if packed else None)
 
     def start(prompt: Tensor) -> Callable[[Tensor], None]:
         state = SequenceState()
@@ -84,18 +117,12 @@ def reference_engine(model: str) -> Callable[[Tensor], Callable[[Tensor], None]]
     return start
 
 
-def transformers_engine(model: str) -> Callable[[Tensor], Callable[[Tensor], None]]:
+def transformers_engine(job: Job) -> Callable[[Tensor], Callable[[Tensor], None]]:
     import torch
-
-    from reference.checkpoint.open import open_store
-    from reference.presets import CONFIG_JSON
 
     from ..adapters import hf
 
-    store, directory = open_store(model), Path(model)
-    name = model.removeprefix("procedural:").split("@")[0]
-    fields = json.loads((directory / "config.json").read_text()) if directory.is_dir() else CONFIG_JSON[name]
-    engine = hf.build(store, fields, torch.float32)
+    engine = hf.build(*opened(job), torch.float32)
 
     def start(prompt: Tensor) -> Callable[[Tensor], None]:
         cache = engine(prompt[None], use_cache=True).past_key_values
@@ -115,7 +142,7 @@ def one_process(engine: str, job: Job) -> Measured:
     from ..options import peak_rss
 
     torch.set_num_threads(job.threads)
-    start = {"reference": reference_engine, "transformers": transformers_engine}[engine](job.model)
+    start = transformers_engine(job) if engine == PEER else reference_engine(job, packed=engine == "packed")
     vocab = 128  # ids every model has
     ids = torch.randint(vocab, (job.prefill + job.decode,), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
@@ -134,6 +161,7 @@ def main() -> None:
     parser.add_argument("model")
     for name in ("prefill", "decode", "threads"):
         parser.add_argument(name, type=int)
+    parser.add_argument("--cut", action="store_true")
     fields: dict[str, Any] = vars(parser.parse_args())
     print(json.dumps(vars(one_process(fields.pop("engine"), Job(**fields)))))
 
