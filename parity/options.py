@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from reference.checkpoint.store import WeightStore
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
+WORKING = 256 << 20  # bytes of a run beside its weights: compiled kernels, states, activations
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -123,6 +124,11 @@ def peak_rss() -> int:
 def rss() -> int:
     """Resident set of this process now, in bytes."""
     return _status("VmRSS")
+
+
+def room_for_weights(memory: int) -> int:
+    """Bytes of weights that may stay where the whole process may take `memory`."""
+    return max(0, memory - rss() - WORKING)
 
 
 def _status(field: str) -> int:

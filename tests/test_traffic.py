@@ -75,14 +75,15 @@ def test_every_byte_is_read(files, monkeypatch):
     """The rate is bytes over seconds: with a clock that says one second, it is the size of all."""
     ticks = iter([0.0, 0.5, 0.5, 0.5, 0.5, 0.5, 1.0])
     monkeypatch.setattr(disk.time, "perf_counter", lambda: next(ticks))
-    assert disk._rate(disk.regions(files, 0), seconds=9.0) == sum(file.stat().st_size for file in files)
+    assert disk._rate(disk.regions(files, 0), seconds=9.0, nbytes=0) == sum(file.stat().st_size for file in files)
 
 
 def test_a_measurement_ends_when_its_time_is_over(files, monkeypatch):
-    ticks = iter([0.0, 5.0, 5.0])
-    monkeypatch.setattr(disk.time, "perf_counter", lambda: next(ticks))
-    (_, begin, end), *_ = disk.regions(files, 0)
-    assert disk._rate(disk.regions(files, 0), seconds=5.0) == (end - begin) / 5
+    """And the bytes it must have are read."""
+    (_, begin, end), (_, begin2, end2), *_ = parts = disk.regions(files, 0)
+    for nbytes, size in ((0, end - begin), (end - begin + 1, end - begin + end2 - begin2)):
+        monkeypatch.setattr(disk.time, "perf_counter", iter([0.0, *[5.0] * 3]).__next__)
+        assert disk._rate(parts, seconds=5.0, nbytes=nbytes) == size / 5
 
 
 def test_cold_reads_come_from_the_disk(files):

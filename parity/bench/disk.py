@@ -14,6 +14,7 @@ from pathlib import Path
 
 REGION, PIECE = 64 << 20, 4 << 20  # bytes in a row; of one read
 THREADS = 4
+WARM = 2 << 30  # bytes that are read again
 SECONDS = 1.0  # a measurement reads regions until so much time has passed
 Region = tuple[Path, int, int]  # a file, and bytes [begin, end) of it
 
@@ -37,21 +38,20 @@ def drop(files: Sequence[Path]) -> None:
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def cold(files: Sequence[Path], seed: int = 0, seconds: float = SECONDS) -> float:
-    """Bytes a second from the disk: regions that the cache has just forgotten, and forgets again. What a hypervisor or the
-    disk itself caches is not seen."""
-    parts = regions(files, seed)
-    drop([file for file, _, _ in parts])
-    rate = _rate(parts, seconds)
+def cold(files: Sequence[Path], seconds: float = SECONDS, nbytes: int = 0) -> float:
+    """Bytes a second from the disk, of regions that the cache has just forgotten and forgets again: `seconds` long, and
+    `nbytes` at least. The same ones each time, so what a hypervisor or the disk caches of them, it caches of a model too."""
+    drop(files)
+    rate = _rate(regions(files, seed=0), seconds, nbytes)
     drop(files)
     return rate
 
 
-def warm(files: Sequence[Path], seed: int = 0, seconds: float = SECONDS) -> float:
+def warm(files: Sequence[Path], seconds: float = SECONDS) -> float:
     """Bytes a second from the system's cache into a buffer, of regions read once before; they stay there."""
-    parts = regions(files, seed)[: max(1, (2 << 30) // REGION)]
-    _rate(parts, float("inf"))
-    return _rate(parts, seconds)
+    parts = regions(files, seed=0)[: max(1, WARM // REGION)]
+    _rate(parts, 0.0, WARM)
+    return _rate(parts, seconds, 0)
 
 
 def bytes_from_disk() -> int:
@@ -62,8 +62,8 @@ def bytes_from_disk() -> int:
     raise OSError("/proc/self/io has no read_bytes")
 
 
-def _rate(parts: Sequence[Region], seconds: float) -> float:
-    """Bytes a second of reading regions in turn, each with all threads."""
+def _rate(parts: Sequence[Region], seconds: float, nbytes: int) -> float:
+    """Bytes a second of reading regions in turn, each with all threads, until both are reached."""
     buffers = [bytearray(PIECE) for _ in range(THREADS)]
     done, began = 0, time.perf_counter()
     with ThreadPoolExecutor(THREADS) as pool:
@@ -71,7 +71,7 @@ def _rate(parts: Sequence[Region], seconds: float) -> float:
             with file.open("rb", buffering=0) as opened:
                 work = [pool.submit(_read, opened.fileno(), begin, end, i, buffer) for i, buffer in enumerate(buffers)]
                 done += sum(piece.result() for piece in work)
-            if time.perf_counter() - began >= seconds:
+            if time.perf_counter() - began >= seconds and done >= nbytes:
                 break
     return done / (time.perf_counter() - began)
 

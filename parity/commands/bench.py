@@ -5,9 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import options
+
+if TYPE_CHECKING:
+    from reference.checkpoint.store import WeightStore
+
+    from ..bench.limits import Limits
 
 
 def add_parser(subparsers: Any) -> None:
@@ -57,9 +62,13 @@ def _add_full(subparsers: Any) -> None:
         "full",
         help="what limits a run of real size, and how near the products come to it",
         description="Measures what memory lets this machine read and how fast it multiplies, then products with packed "
-        "weights at the model's shapes, as shares of those. Run it on a quiet machine.",
+        "weights at the model's shapes, as shares of those; for a directory also the disk, and whole steps from it, cold and "
+        "warm, in turn with the disk alone. Run it on a quiet machine.",
     )
     options.add_model(parser, "procedural:v4-pro")
+    parser.add_argument("--memory", type=options.byte_count, default=8 << 30, metavar="BYTES",
+                        help="bytes that the process may take for steps from a directory (default 8GiB)")  # fmt: skip
+    parser.add_argument("--turns", type=options.positive, default=5, metavar="N", help="of disk and step (default 5)")
     parser.set_defaults(main=full)
 
 
@@ -131,4 +140,21 @@ def full(args: argparse.Namespace) -> int:
     print(f"{read}; {limits.fma / 1e9:.0f} G multiply-adds/s")
     for r in ratios(store, limits, (1, 4, 16, 1024)):
         print(f"{r.name:20} {r.tokens:5} tokens  {r.of_read:6.1%} of the read limit  {r.of_peak:6.1%} of the peak", flush=True)
+    if not args.model.startswith("procedural:"):
+        streamed(args, store, limits)
     return 0
+
+
+def streamed(args: argparse.Namespace, store: WeightStore, limits: Limits) -> None:
+    """The disk of a directory, and steps from it."""
+    from ..bench import disk
+    from ..bench.turns import lines, turns
+
+    files = disk.shards(Path(args.model))
+    print(f"disk {disk.cold(files) / 1e9:.2f} GB/s cold, {disk.warm(files) / 1e9:.2f} from the system's cache", flush=True)
+    measured = []
+    for turn in turns(store, files, options.room_for_weights(args.memory), args.turns):
+        measured.append(turn)
+        read = f"{turn.touched / 1e9:.2f} GB touched, {turn.cold_read / 1e9:.2f} read"
+        print(f"disk {turn.disk / 1e9:.2f} GB/s; step {turn.cold:.2f} s cold ({read}), {turn.warm:.2f} s warm", flush=True)
+    print("\n".join([*lines(measured, limits), f"peak RSS {options.show_bytes(options.peak_rss())}"]))

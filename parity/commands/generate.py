@@ -15,7 +15,6 @@ from ..tokens import FileTokenizer, load_tokenizer
 from ..traffic import Machine, Meter, Work, bound_lines
 
 PRODUCTS = ("avx512", "vector", "plain", "torch")
-WORKING = 256 << 20  # bytes of --memory that are not for weights: compiled kernels, states, activations
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -144,12 +143,7 @@ def streams(args: argparse.Namespace, store: WeightStore) -> bool:
     """Whether the model is larger than the memory for it."""
     from reference.checkpoint.loader import dense_bytes
 
-    return dense_bytes(store, options.DTYPES[args.dtype]) > room(args.memory)
-
-
-def room(memory: int) -> int:
-    """Bytes for weights where the whole process may take `memory`."""
-    return max(0, memory - options.rss() - WORKING)
+    return dense_bytes(store, options.DTYPES[args.dtype]) > options.room_for_weights(args.memory)
 
 
 def measure(args: argparse.Namespace) -> Machine:
@@ -166,8 +160,8 @@ def open_model(args: argparse.Namespace, store: WeightStore) -> Model:
     from reference.model import Model
     from reference.rounding import profile
 
-    products = Products(args.products)
-    return Model(store, options.DTYPES[args.dtype], profile(args.profile), room(args.memory), products=products)
+    memory, products = options.room_for_weights(args.memory), Products(args.products)
+    return Model(store, options.DTYPES[args.dtype], profile(args.profile), memory, products=products)
 
 
 def open_text(args: argparse.Namespace, store: WeightStore, loader: Loader) -> tuple[Text, dict[str, Any]]:
