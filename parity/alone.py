@@ -64,7 +64,8 @@ def _tiles(config: Config, end: int) -> ModelTiles:
 
 @dataclass(frozen=True)
 class Alone:
-    """One layer with its weights, and what its sequences, by number, have in the pool. `poured` says where, on the host."""
+    """One layer with its weights, and what its sequences, by number, have in the pool. `poured` says where, on the host;
+    `there` is the same on the device, with what steps wrote."""
 
     weights: Listening
     layer: LayerWeights
@@ -72,6 +73,7 @@ class Alone:
     head: HeadWeights | None
     memory: Memory
     poured: PouredPool
+    there: PouredPool
     sequences: dict[int, Sequence]
 
     @classmethod
@@ -89,7 +91,7 @@ class Alone:
         mtp = weights.mtp() if layer >= weights.config.num_hidden_layers else None
         head = mtp.head if mtp else weights.head() if has_head else None
         memory = Memory(there.pool, keys.pool, _tiles(weights.config, max(ends)))
-        return cls(weights, mtp.layer if mtp else weights.layer(layer), mtp, head, memory, poured, sequences)
+        return cls(weights, mtp.layer if mtp else weights.layer(layer), mtp, head, memory, poured, there, sequences)
 
     def run(self, x: Tensor, batch: Batch, members: Many[int]) -> Side:
         """The next tokens of some sequences, streams x [t, s, D] in float64 -> what the layer puts out. Whatever a kernel
@@ -128,6 +130,16 @@ class Alone:
         mix, c = head.hc_head, self.weights.config
         h = hc_head(x.contiguous(), mix.fn, mix.base, mix.scale, c.hc_eps, c.rms_norm_eps, self.memory.tiles.streams)
         return rms_norm(h, head.norm, c.rms_norm_eps)
+
+    def left(self, member: int, tokens: int) -> dict[str, Tensor]:
+        """What the last tokens of a sequence left for later ones, as rows [n, d] in float64: of the window, and compressed."""
+        line, end = list(self.sequences).index(member), self.sequences[member].length
+        kind = self.poured.geometry.kinds[self.poured.layer]
+        kept = min(tokens, self.weights.config.sliding_window - 1)
+        found = {"window": self.there.window_at(line, torch.arange(end - kept, end))}
+        if ratio := RATIO.get(kind):
+            found["compressed"] = self.there.compressed_at(line, torch.arange((end - tokens) // ratio, end // ratio))
+        return {name: self.there.read(rows).cpu() for name, rows in found.items()}
 
     def _picks(self, plan: StepPlan, members: Many[int]) -> Tensor | None:
         """Compressed entries that each token's list names, int64 [t, k], -1 behind them, -2 for a row that is none of its

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -45,7 +45,7 @@ class Side:
 class Drift:
     """Distance of streams behind a layer, side against reference; the worst token, and its sequence and position; `flips` of
     choices, as shares; `rounding`, the relative L2 of twin against truth for the same tokens; `predicted` relative L2 where
-    there is a prediction."""
+    there is a prediction; `rows` that the layer left in the pool: by name, their relative L2 and rounding."""
 
     layer: int
     phase: str
@@ -58,6 +58,7 @@ class Drift:
     rounding: float | None = None
     predicted: float | None = None
     error: str = ""
+    rows: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -102,6 +102,15 @@ class Evaluation:
             self.states[i] = state
         return y
 
+    def left(self, member: int, tokens: int, end: int) -> dict[str, Tensor]:
+        """What the last tokens of a sequence, now of length `end`, left for later ones: rows [n, d] of the window, and
+        compressed."""
+        state, ratio = self.states[member], self.weights.config.ratio(self.weights.layer)
+        found = {"window": state.window[-tokens:]}
+        if state.compressor:
+            found["compressed"] = state.compressor.rows[(end - tokens) // ratio : end // ratio]
+        return found
+
     def run(self, x: Tensor, batch: Batch, members: Sequence[int], capture: Capture) -> Side:
         """The same with its choices, which `capture` must want, and logits."""
         y = self.streams(x, batch, members, capture)

@@ -38,7 +38,8 @@ class Divergence:
             said = f": {output} is {self.pattern}" if self.pattern else "" if output == "output" else f": {output}"
             return f"first wrong op: {self.op}, {where}{said}"
         if self.cause == "layer":
-            return f"first wrong layer: {where}: every op is right on its own inputs, the layer as a whole is not"
+            rows = f": {self.output} rows that it left" if self.output else ""
+            return f"first wrong layer: {where}: every op is right on its own inputs, the layer as a whole is not{rows}"
         return (f"no op and no layer is wrong on its own inputs; running freely, the streams are different from {where} on: "
                 "what came in was different already")  # fmt: skip
 
@@ -63,13 +64,15 @@ def headline(records: Sequence[Record]) -> str:
 
 
 def departures(records: Sequence[Record], curve: str) -> list[Record]:
-    """Drift of a curve that rounding does not explain: a right candidate rounds as the twin does, so it is as far from the
-    truth, and the two are at most twice that apart."""
+    """Drift of a curve that rounding does not explain, in streams or in rows left: a right candidate rounds as the twin does,
+    so it is as far from the truth, and the two are at most twice that apart."""
     drift = [r for r in records if r["record"] == "drift" and r.get("curve") == curve]
-    return [r for r in drift if _departs(r["relative_l2"], r.get("rounding"))]
+    return [r for r in drift if any(_far(x) for x in (r, *r.get("rows", {}).values()))]
 
 
-def _departs(distance: float | None, rounding: float | None) -> bool:
+def _far(x: Mapping[str, Any]) -> bool:
+    """A distance against its rounding."""
+    distance, rounding = x["relative_l2"], x.get("rounding")
     return distance is None or (rounding is not None and distance > DEPARTS * rounding)
 
 
@@ -80,7 +83,9 @@ def _of_op(r: Record) -> Divergence:
 
 
 def _of_curve(r: Record, cause: Cause) -> Divergence:
-    return Divergence(cause, r["layer_id"], r["phase"], place=place(r.get("worst", {})))
+    rows = [] if _far(r) else [name for name, x in r.get("rows", {}).items() if _far(x)]
+    where = "" if rows else place(r.get("worst", {}))
+    return Divergence(cause, r["layer_id"], r["phase"], output=" and ".join(rows), place=where)
 
 
 def place(worst: Mapping[str, Any]) -> str:

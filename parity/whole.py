@@ -6,7 +6,7 @@ Source: docs/drift.md §1 and §2.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from .alone import Alone, Listening
 from .cases import Plan
 from .drift import Drift, LogitsDrift, Seat, Side, distances, grown, pushed
 from .evaluation import Evaluation
+from .judge import finite_or_none
 from .metrics import relative_l2
 
 EVERY = 5  # sequences that whole layers run: a kernel in an interpreter takes its time by the token
@@ -60,8 +61,10 @@ class Carried:
 @dataclass
 class Whole:
     """One layer. `free` is `forced` itself where both have the same streams, `smooth` and `nudged` are the twin without its
-    rounding, on its streams and a little beside them; without streams of its own there is only `forced`."""
+    rounding, on its streams and a little beside them; without streams of its own there is only `forced`. `twin` has had each
+    phase before the others."""
 
+    twin: Evaluation
     forced: Alone
     free: Alone | None
     smooth: Evaluation
@@ -78,7 +81,7 @@ class Whole:
             return Alone.start(weights, twin.weights.layer, twin.weights.has_head, here, seed, twin.profile.name)
 
         forced = alone()
-        return cls(forced, (forced if same else alone()) if own else None, twin.fork(EXACT), twin.fork(EXACT))
+        return cls(twin, forced, (forced if same else alone()) if own else None, twin.fork(EXACT), twin.fork(EXACT))
 
     def run(
         self, turn: Turn, given: Tensor, twin: Side, truth: Side, own: Carried | None
@@ -89,6 +92,7 @@ class Whole:
         forced = self.forced.run(given, turn.batch, turn.members)
         base = self.smooth.streams(given, turn.batch, turn.members)
         said = distances(turn.seat, "forced", forced, twin, relative_l2(twin.streams, base))
+        said = [replace(d, rows=self._rows(turn)) if isinstance(d, Drift) else d for d in said]
         if own is None or self.free is None:
             return said, None
         free = forced if self.free is self.forced else self.free.run(own.streams, turn.batch, turn.members)
@@ -96,3 +100,18 @@ class Whole:
         error = grown(before, forced.streams - twin.streams)
         predicted = float(error.norm() / twin.streams.norm())
         return said + distances(turn.seat, "free", free, twin, rounding, predicted), Carried(free.streams, error)
+
+    def _rows(self, turn: Turn) -> dict[str, dict[str, float | None]]:
+        """How far the rows of a phase are from the twin's, and those from rows without rounding; NaN was not written."""
+        sides: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {}
+        for member, tokens in zip(turn.members, turn.batch.sequences(), strict=True):
+            n, end = tokens.stop - tokens.start, int(turn.batch.positions[tokens.stop - 1]) + 1
+            twin, smooth = self.twin.left(member, n, end), self.smooth.left(member, n, end)
+            for name, rows in self.forced.left(member, n).items():
+                sides.setdefault(name, []).append((rows, twin[name], smooth[name]))
+        joined = {name: [torch.cat(parts) for parts in zip(*found, strict=True)] for name, found in sides.items()}
+        return {
+            name: {"relative_l2": finite_or_none(relative_l2(c, t)), "rounding": finite_or_none(relative_l2(t, exact))}
+            for name, (c, t, exact) in joined.items()
+            if len(t)
+        }

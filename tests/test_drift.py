@@ -217,6 +217,23 @@ def test_a_layer_that_is_wired_wrongly_is_told_from_a_wrong_op(monkeypatch):
     assert headline(said).startswith("first wrong layer: layer_01, decode, sequence 0 position 127: every op is right")
 
 
+def test_rows_that_nothing_looks_at_yet_are_found_wrong(monkeypatch, clean):
+    """Position biases of the compressor in the other order: streams hardly move, and the rows of the pool are others."""
+    honest = alone.Listening.f32
+
+    def turned(weights, name: str) -> torch.Tensor:
+        return honest(weights, name).flip([0] if name.endswith(".ape") else [])
+
+    monkeypatch.setattr(alone.Listening, "f32", turned)
+    said = [header(), *map(record, flowing(cases.plan([4], [], ["prefill"])).drift)]
+    found = first_divergence(said)
+    assert (found.cause, found.layer_id, found.output, found.place) == ("layer", "layer_02", "compressed", "")
+    assert headline(said).endswith("the layer as a whole is not: compressed rows that it left")
+    right = [d.rows for d in curve(clean, "forced") if d.layer == CSA]
+    assert [set(rows) for rows in right] == [{"window", "compressed"}, {"window"}]  # the sixth token ends no group
+    assert all(x["relative_l2"] <= x["rounding"] for rows in right for x in rows.values())
+
+
 def test_a_layer_that_raises_is_a_record_and_no_crash(monkeypatch):
     def broken(*operands):
         raise ZeroDivisionError("no\nway")

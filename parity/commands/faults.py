@@ -72,13 +72,21 @@ def _matrix(faults: Any, out: Path) -> int:
 
 def _clean(faults: Any, seeds: int) -> int:
     """Exit 1 for a false alarm."""
-    from ..faults.gates import clean
+    from ..faults.gates import clean, covering
+    from ..progress import Progress
 
-    cells = list(dict.fromkeys(f.cell for f in faults if f.cell))
-    alarms = [(cell, seed, o.words) for cell in cells for seed, o in enumerate(clean(cell, range(seeds))) if o.caught]
-    for cell, seed, words in alarms:
-        print(f"false alarm: {cell.text}, seed {seed}: {words}")
-    print(f"{len(cells)} trigger cells, {seeds} seeds each, {len(alarms)} false alarms")
+    triggers = list(dict.fromkeys(f.cell for f in faults if f.cell))
+    cells, alarms, seconds = covering(triggers), 0, 0.0
+    with Progress(len(cells) * seeds, "cell") as progress:
+        for n, cell in enumerate(cells):
+            for seed, outcome in enumerate(clean(cell, range(seeds))):
+                progress.at(n * seeds + seed + 1, cell.text)
+                seconds += outcome.seconds
+                if outcome.caught:
+                    alarms += 1
+                    progress.note(f"false alarm: {cell.text}, seed {seed}: {outcome.words}")
+    print(f"{len(triggers)} trigger cells in {len(cells)}, {seeds} seeds each: "
+          f"{alarms} false alarms; {seconds:.0f} s of processor")  # fmt: skip
     return int(bool(alarms))
 
 

@@ -7,8 +7,8 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from reference.checkpoint.open import open_store
@@ -102,9 +102,23 @@ def run_tests(tests: Sequence[str], fault: str) -> Outcome:
     return Outcome("test", done.returncode == 1, name, f"fails: {name}" if name else "", None, spent)
 
 
+def covering(cells: Iterable[Cell]) -> list[Cell]:
+    """Fewer cells that hold all sequences and phases of these: what one layer is asked in a phase is asked together, and where
+    layers run whole, from the first one on, the last one asks for all."""
+    together: dict[tuple[str, ...], list[Cell]] = {}
+    for cell in cells:
+        layer = "whole" if cell.whole else cell.layer
+        together.setdefault((layer, cell.profile, *cell.phases), []).append(cell)
+    return [_union(same) for same in together.values()]
+
+
+def _union(cells: Sequence[Cell]) -> Cell:
+    lengths, starts = (sorted({n for cell in cells for n in getattr(cell, part)}) for part in ("lengths", "starts"))
+    deepest = max((cell.layer for cell in cells), key=LAYERS.__getitem__)
+    return replace(cells[0], layer=deepest, lengths=tuple(lengths), starts=tuple(starts))
+
+
 def clean(cell: Cell, seeds: Sequence[int]) -> Iterator[Outcome]:
     """The cell without a fault, a seed at a time: each outcome that is caught is a false alarm."""
     for seed in seeds:
         yield run_cell(cell, None, seed)
-
-
