@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .compressor import Compressor
 from .indexer import Indexer
-from .linear import Linear, project
+from .linear import Linear, apply_parts, project
 from .norm import head_norm, rms_norm
 from .rope import Rope, rotate
 from .rounding import Sites
@@ -162,9 +162,7 @@ class Attention:
     def group_output(self, o: Tensor, sites: Sites) -> Tensor:
         """[t, h, d] -> [t, g*r]: each group of heads, concatenated, through its own slice of wo_a."""
         o = o.flatten(1).unflatten(1, (self.n_groups, -1))  # [t, g, h/g*d]
-        rank = self.wo_a.out_features // self.n_groups
-        y = [self.wo_a.apply(o[:, g], g * rank, (g + 1) * rank) for g in range(self.n_groups)]
-        return sites("wo_a", torch.cat(y, dim=-1))
+        return sites("wo_a", torch.cat(apply_parts(self.wo_a, list(o.unbind(1))), dim=-1))
 
 
 def _advance(compressor: Compressor | None, x: Tensor, batch: Batch, states: list[CompressorState | None],

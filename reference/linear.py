@@ -104,6 +104,14 @@ def apply_all(linears: Sequence[Linear], xs: Sequence[Tensor]) -> list[Tensor]:
     return products(list(jobs))
 
 
+def apply_parts(linear: Linear, xs: Sequence[Tensor]) -> list[Tensor]:
+    """x [t, in] of each times its own equal share of the rows, in their order -> [t, out / n] of each."""
+    rows = linear.out_features // len(xs)
+    if linear.products is None:
+        return [linear.apply(x, i * rows, (i + 1) * rows) for i, x in enumerate(xs)]
+    return linear.products([Job(linear.weight, linear.scale, x, i * rows, (i + 1) * rows) for i, x in enumerate(xs)])
+
+
 @lru_cache(maxsize=2)
 def _scratch(dtype: torch.dtype, elements: int) -> Tensor:
     """Where tiles are dequantised: touching fresh memory would cost as much as the work. For one thread at a time."""

@@ -97,13 +97,17 @@ class MoE:
         """x [t, D] -> [t, D]: routed experts summed in ascending number, the shared one last."""
         experts, weights = self.route(x, ids, sites)
         y = torch.zeros_like(x)
-        chosen = experts.unique().tolist()
-        self.expect(chosen)
-        for some in (chosen[i : i + TOGETHER] for i in range(0, len(chosen), TOGETHER)):
-            at = [(experts == e).nonzero(as_tuple=True) for e in some]
-            xs, of = [x[token] for token, _ in at], [weights[place] for place in at]
-            outs = run_experts(list(map(self.expert, some)), xs, of, self.limit, [sites.at("experts", e) for e in some])
-            for (token, _), out in zip(at, outs, strict=True):
+        chosen, counts = experts.unique(return_counts=True)
+        numbers, places = chosen.tolist(), experts.flatten().argsort(stable=True)  # t·k + slot, by expert
+        self.expect(numbers)
+        of_expert = list(zip(numbers, places.split(counts.tolist()), strict=True))
+        for i in range(0, len(numbers), TOGETHER):
+            some = of_expert[i : i + TOGETHER]
+            tokens = [at // self.top_k for _, at in some]
+            xs = [x if len(token) == len(x) == 1 else x[token] for token in tokens]  # a single token is packed once for all
+            of, sites_of = [weights.flatten()[at] for _, at in some], [sites.at("experts", e) for e, _ in some]
+            outs = run_experts([self.expert(e) for e, _ in some], xs, of, self.limit, sites_of)
+            for token, out in zip(tokens, outs, strict=True):
                 y.index_add_(0, token, out)
         y += self.shared(x, None, self.limit, sites.at("shared_experts"))
         return sites("out", y)

@@ -40,11 +40,14 @@ def test_measuring_leaves_the_threads_alone(monkeypatch):
 
 def test_bench_full_measures_every_storage_at_every_length(capsys, monkeypatch):
     monkeypatch.setattr(limits_of, "measure", lambda: MACHINE)
+    monkeypatch.setattr(limits_of, "FMA_SIDE", 64)
+    monkeypatch.setattr(full, "SWEPT", 1 << 16)
     assert main(["bench", "full", "--model", "procedural:mini"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == "read 30.0 GB/s, one thread 16.0; 100 G multiply-adds/s"
     for part in ("attn.wq_b", "ffn.experts.{e}.w2", "attn.compressor.wkv"):
-        assert [line.split()[1] for line in lines if line.startswith(part)] == ["1", "4", "16", "1024"]
+        assert [line.split()[1] for line in lines if line.startswith(part)] == ["1", "4", "16", "1024", "1", "4", "16"]
+    assert [line.split(",")[0] for line in lines if "prefill" in line] == ["layer 0 (window)", "layer 4 (csa)", "layer 3 (hca)"]
 
 
 def test_shares_are_of_what_was_done(monkeypatch):
@@ -55,11 +58,30 @@ def test_shares_are_of_what_was_done(monkeypatch):
         return 1.0
 
     monkeypatch.setattr(full, "_seconds", second)
-    found = {(r.name, r.tokens): r for r in full.ratios(ProceduralStore("mini"), MACHINE, (1, 2), swept=1)}
+    found = {(r.name, r.tokens): r for r in full.ratios(ProceduralStore("mini"), MACHINE.read, MACHINE.fma, (1, 2), swept=1)}
     one = found["attn.wq_b", 1]
     info = ProceduralStore("mini").tensors["layers.0.attn.wq_b.weight"]
     assert one.of_peak == info.nbytes / MACHINE.fma and found["attn.wq_b", 2].of_peak == 2 * one.of_peak
     assert one.of_read == (info.nbytes + ProceduralStore("mini").tensors["layers.0.attn.wq_b.scale"].nbytes) / MACHINE.read
+
+
+def test_a_layers_share_is_of_its_products_and_of_all_it_does():
+    """With a peak of one multiply-add a second."""
+    (p,) = [p for p in full.prefill(ProceduralStore("mini"), 1.0, tokens=64) if p.kind == "csa"]
+    done = sum(_multiply_adds(ProceduralStore("mini"), p.layer, 64))
+    assert round(p.of_peak * p.seconds) == round(done) and p.in_products > p.of_peak
+
+
+def _multiply_adds(store, layer, tokens):
+    """Of each weight that products take: all but wo_a's and the experts' see every token with all they have."""
+    c, prefix = store.config, f"layers.{layer}."
+    for name, info in store.tensors.items():
+        if name.startswith(prefix) and info.dtype in ("F8_E4M3", "BF16", "I8") and len(info.shape) == 2:
+            columns = info.shape[1] * (2 if info.dtype == "I8" else 1)
+            if name.endswith(".gate.weight"):
+                continue
+            share = tokens * (c.num_experts_per_tok / c.n_routed_experts if ".experts." in name else 1)
+            yield info.shape[0] * columns * share
 
 
 def test_a_streamed_generation_prints_them(capsys, monkeypatch):

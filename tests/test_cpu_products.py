@@ -122,6 +122,61 @@ def test_error_at_real_widths(kernels, kind, width, tokens):
     assert (y.double() - want).norm() <= RELATIVE_L2 * want.norm()
 
 
+def hard_inputs() -> dict[str, torch.Tensor]:
+    """Tokens [1, 512] that integers of one unit of 32 columns cannot hold, or only just."""
+    plain = normal(11, 1, 512)
+    huge, scattered, edge = plain.clone(), plain.clone(), plain.clone()
+    huge[:, ::32] *= 1e4
+    scattered *= 2.0 ** (torch.arange(512) // 32 * 4 - 30)
+    edge[:, ::32] = 4 - 2**-21  # the largest magnitude: one order of integers more would leave the three bytes
+    gaps = plain * (torch.arange(512) // 64 % 2)
+    all_of_it = {"subnormal": plain * 2.0**-132, "large": plain * 2.0**100}
+    return {"huge": huge, "units apart": scattered, "edge": edge, "zero units": gaps, **all_of_it}
+
+
+def without_outliers(seed: int):
+    """FP4 weights [256, 512] of which half the rows do not see every 32nd column: an error beside it shows there."""
+    weight, scale = stored("fp4", 256, 512, seed=seed, scales=(127, 140))
+    codes = weight.view(torch.uint8)
+    codes[::2, ::16] &= 0xF0
+    return weight, scale
+
+
+def hard_errors(products) -> dict[str, float]:
+    """Relative L2 error of each hard token over the rows that see its large inputs, and over the others; the larger one."""
+    weight, scale = without_outliers(12)
+    found = {}
+    for name, x in hard_inputs().items():
+        want = (x.double() @ dequantize(weight, scale, torch.float64).T)[0]
+        (y,) = products([(weight, scale, x, 0, 256)])
+        found[name] = max(float((y[0, i::2].double() - want[i::2]).norm() / want[i::2].norm()) for i in (0, 1))
+    return found
+
+
+@pytest.mark.parametrize("kernels", HERE)
+def test_inputs_of_any_range_are_multiplied_as_exactly(kernels, monkeypatch):
+    """And what integers leave out is what makes it so: without it, small inputs beside a huge one are lost."""
+    found = hard_errors(Products(kernels))
+    if kernels == "vector":  # its E2M1 values are 2^14 times too small until the end of a block
+        assert found.pop("subnormal") > RELATIVE_L2
+    assert max(found.values()) <= RELATIVE_L2, found
+    if kernels == "vnni":
+        integers = fused._integers
+        monkeypatch.setattr(fused, "_integers", lambda x: (*integers(x)[:3], torch.zeros(len(x), dtype=torch.bool)))
+        lost = hard_errors(Products(kernels))
+        assert lost["huge"] > RELATIVE_L2 and all(e <= RELATIVE_L2 for name, e in lost.items() if name != "huge")
+
+
+@pytest.mark.parametrize("kernels", HERE)
+def test_infinity_and_nan_show_and_touch_no_other_token(kernels):
+    weight, scale = stored("fp4", 40, 256, seed=1)
+    x = normal(3, 4, 256)
+    (want,) = Products(kernels)([(weight, scale, x, 0, 40)])
+    x[1, 7], x[2, 9] = torch.inf, torch.nan
+    (y,) = Products(kernels)([(weight, scale, x, 0, 40)])
+    assert not y[1].isfinite().any() and y[2].isnan().all() and torch.equal(y[[0, 3]], want[[0, 3]])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_float64_sums(kind):
     weight, scale = stored(kind, 70, 512, seed=3)
@@ -141,6 +196,7 @@ def test_bits_of_a_row_depend_on_nothing_beside_it(kernels, kind, width):
     weight, scale = stored(kind, 300, width, seed=5)
     other, other_scale = stored(kind, 64, width, seed=6)
     x, products = normal(7, 70, width), Products(kernels)
+    x[[3, 11, 12], 40] = 2.0**30  # tokens of which integers leave out much
     (alone,) = products([(weight, scale, x[11:12], 131, 132)])
     for tokens in (slice(9, 12), slice(8, 14), slice(0, 70)):
         jobs = [(other, other_scale, x[:5], 3, 60), (weight, scale, x[tokens], 7, 290), (weight, scale, x, 130, 135)]
@@ -196,8 +252,10 @@ def test_rows_outside_are_refused(bad):
 def test_the_best_kernels_are_those_of_the_cpu(monkeypatch):
     from llvmlite import binding
 
-    for features, want in (({"avx512f", "avx512bw"}, "avx512"), ({"avx2", "f16c", "fma"}, "vector"), ({"sse2"}, "plain")):
-        monkeypatch.setattr(binding, "get_host_cpu_features", lambda has=features: dict.fromkeys(has, True))
+    half = {"avx512f", "avx512bw", "avx2", "f16c", "fma"}
+    wide = {*half, "avx512vbmi"}
+    for has, want in (({*wide, "avx512vnni"}, "vnni"), (wide, "avx512"), (half, "vector"), ({"sse2"}, "plain")):
+        monkeypatch.setattr(binding, "get_host_cpu_features", lambda has=has: dict.fromkeys(has, True))
         assert best.__wrapped__() == want
     monkeypatch.setattr(fused, "find_spec", lambda name: None)
     assert best.__wrapped__() == "torch"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -15,12 +16,14 @@ from reference.checkpoint.manifest import FP4_BLOCK, FP8_BLOCK, cdiv
 from reference.checkpoint.threads import threads_for
 from reference.errors import BadInput
 
-KERNELS = ("avx512", "vector", "plain", "torch")  # in order of speed
+KERNELS = ("vnni", "avx512", "vector", "plain", "torch")  # in order of speed
 SCALES = (1, 240)  # bytes from a normal number to one that 2^14 times does not overflow
 _WIDTH = 128  # columns of a block of the vector kernels
+T = TypeVar("T")
 _FLOATS = (torch.float32, torch.float64)
 
 Job = tuple[Tensor, Tensor | None, Tensor, int, int]  # weight, scale, x [t, in], rows [start, stop)
+Runner = Callable[[str, list[Job], list[Tensor]], None]
 
 
 @cache
@@ -32,8 +35,8 @@ def best() -> str:
     from llvmlite import binding
 
     there = {name for name, has in binding.get_host_cpu_features().items() if has}
-    if {"avx512f", "avx512bw"} <= there:
-        return "avx512"
+    if {"avx512f", "avx512bw", "avx512vbmi"} <= there:
+        return "vnni" if "avx512vnni" in there else "avx512"
     return "vector" if {"avx2", "f16c", "fma"} <= there or "fullfp16" in there else "plain"
 
 
@@ -72,17 +75,23 @@ class Products:
         """
         for job in jobs:
             _check_job(*job)
-        out = [x.new_empty(len(x), stop - start) for _, _, x, start, stop in jobs]
+        out = [x.new_empty(x.shape[0], stop - start) for _, _, x, start, stop in jobs]
         alike: dict[tuple[torch.dtype, int, torch.dtype], list[int]] = {}
         for i, job in enumerate(jobs):
             self.multiply_adds += out[i].numel() * job[2].shape[1]
             if out[i].numel():
                 alike.setdefault((job[0].dtype, job[2].shape[1], job[2].dtype), []).append(i)
-        for (_, width, _), indices in alike.items():
-            run = _run_vector if self.kernels != "plain" and width % _WIDTH == 0 else _run_plain
+        for kind, indices in alike.items():
+            run = _runner(self.kernels, *kind)
             with threads_for(sum(_nbytes(jobs[i]) for i in indices)):
                 run(self.kernels, [jobs[i] for i in indices], [out[i] for i in indices])
         return out
+
+
+def _runner(kernels: str, stored: torch.dtype, width: int, dtype: torch.dtype) -> Runner:
+    if kernels == "plain" or width % _WIDTH:
+        return _run_plain
+    return _run_vnni if kernels == "vnni" and stored == torch.int8 and dtype == torch.float32 else _run_vector
 
 
 def _check_shape(name: str, weight: Tensor, scale: Tensor) -> None:
@@ -93,23 +102,29 @@ def _check_shape(name: str, weight: Tensor, scale: Tensor) -> None:
 
 
 def _check_values(name: str, weight: Tensor, scale: Tensor) -> None:
+    at = _outside(scale, 0xFF, *SCALES)
+    if at is not None:
+        byte = int(scale.contiguous().view(torch.uint8).flatten()[at])
+        raise BadInput(f"{name}: scale byte {byte} at element {at}, outside {SCALES[0]}..{SCALES[1]}")
+    at = _outside(weight, 0x7F, 0, 0x7E) if weight.dtype == torch.float8_e4m3fn else None
+    if at is not None:
+        raise BadInput(f"{name}: E4M3 code of no number at element {at}")
+
+
+def _outside(stored: Tensor, mask: int, low: int, high: int) -> int | None:
+    """The first element whose byte under the mask is not within [low, high]."""
     from . import plain
 
-    exponents = scale.contiguous().view(torch.uint8).flatten()
-    if plain.outside(exponents.numpy(), *SCALES):
-        at = int(((exponents < SCALES[0]) | (exponents > SCALES[1])).int().argmax())
-        raise BadInput(f"{name}: scale byte {int(exponents[at])} at element {at}, outside {SCALES[0]}..{SCALES[1]}")
-    if weight.dtype == torch.float8_e4m3fn:
-        codes = weight.contiguous().view(torch.uint8).flatten()
-        with threads_for(codes.nbytes):
-            count = plain.without_number(codes.numpy())
-        if count:
-            at = int(((codes & 0x7F) == 0x7F).int().argmax())
-            raise BadInput(f"{name}: E4M3 code of no number at element {at}")
+    values = stored.contiguous().view(torch.uint8).flatten()
+    with threads_for(values.nbytes):
+        if not plain.outside(values.numpy(), np.uint8(mask), np.uint8(low), np.uint8(high)):
+            return None
+    part = values & mask
+    return int(((part < low) | (part > high)).int().argmax())
 
 
 def _check_job(weight: Tensor, scale: Tensor | None, x: Tensor, start: int, stop: int) -> None:
-    if x.dtype not in _FLOATS or x.dim() != 2 or x.shape[1] != _columns(weight) or not 0 <= start <= stop <= len(weight):
+    if x.dtype not in _FLOATS or x.dim() != 2 or x.shape[1] != _columns(weight) or not 0 <= start <= stop <= weight.shape[0]:
         raise ValueError(f"x {tuple(x.shape)} {x.dtype} or rows {start}..{stop} do not fit a weight {tuple(weight.shape)}")
 
 
@@ -119,49 +134,103 @@ def _columns(weight: Tensor) -> int:
 
 def _nbytes(job: Job) -> int:
     weight, _, x, start, stop = job
-    return (stop - start) * weight.shape[1] * weight.itemsize * len(x)
+    return (stop - start) * weight.shape[1] * weight.itemsize * x.shape[0]
 
 
 def _run_vector(kernels: str, jobs: list[Job], out: list[Tensor]) -> None:
     from . import vector
 
-    stored = jobs[0][0].dtype
-    fp4 = vector.E2M1 if kernels == "avx512" else vector.E2M1_HALF
-    code = {torch.int8: fp4, torch.float8_e4m3fn: vector.E4M3, torch.bfloat16: vector.BF16}[stored]
-    height, scaled = {torch.int8: (1, _WIDTH // FP4_BLOCK), torch.float8_e4m3fn: (FP8_BLOCK, 1), torch.bfloat16: (1, 0)}[stored]
-    packed: dict[object, Tensor] = {}
-    for _, _, x, _, _ in jobs:
-        if _place(x) not in packed:
-            packed[_place(x)] = _pack(x, nibbles=stored == torch.int8)
-    table = np.empty((len(jobs), 9), np.int64)
-    ends = 0
-    kept = []
-    for row, (weight, scale, x, start, stop), y in zip(table, jobs, out, strict=True):
-        weight, scale = weight.contiguous(), None if scale is None else scale.contiguous()
-        kept.append((weight, scale))  # the table knows addresses only
-        ends += (stop - 1) // vector.GROUP - start // vector.GROUP + 1
-        row[:4] = weight.data_ptr(), 0 if scale is None else scale.data_ptr(), packed[_place(x)].data_ptr(), y.data_ptr()
-        row[4:] = start, stop, len(x), y.stride(0) * y.itemsize, ends
+    stored, tables = jobs[0][0].dtype, kernels != "vector"  # tables are read by the permutations of AVX-512
+    order = None
+    if stored == torch.float8_e4m3fn:
+        code, height, scaled = vector.E4M3 if tables else vector.E4M3_HALF, FP8_BLOCK, 1
+        order = vector.BY_BYTE if tables else None
+    elif stored == torch.int8:
+        code, height, scaled, order = vector.E2M1 if tables else vector.E2M1_HALF, 1, _WIDTH // FP4_BLOCK, vector.BY_NIBBLE
+    else:
+        code, height, scaled = vector.BF16, 1, 0
+    packed = _once_each(lambda x: _ordered(x, order), jobs)
+    held = [(weight.contiguous(), None if scale is None else scale.contiguous()) for weight, scale, *_ in jobs]
+    table = _table(jobs, held, packed, out)
     width, row_bytes = jobs[0][2].shape[1], jobs[0][0].shape[1] * jobs[0][0].itemsize
     blocks = width // _WIDTH
     number = np.float64(0) if out[0].dtype == torch.float64 else np.float32(0)
     vector.product(code, number, table, row_bytes // blocks, row_bytes, scaled * blocks, height, scaled, blocks)
 
 
-def _place(x: Tensor) -> object:
-    return x.data_ptr(), x.shape, x.stride()
-
-
-def _pack(x: Tensor, nibbles: bool) -> Tensor:
-    """x [t, in] in the order of the vector kernels, [in/128, padded t, 128]."""
+def _run_vnni(kernels: str, jobs: list[Job], out: list[Tensor]) -> None:
     from . import vector
 
-    tokens = 1 if len(x) == 1 else cdiv(len(x), vector.FEW) * vector.FEW
-    if tokens == 1 and not nibbles:
+    split = _once_each(_split, jobs)
+    stored = [(weight.contiguous(), scale.contiguous()) for weight, scale, *_ in jobs if scale is not None]
+    found = [y if rest is None else y.new_empty(y.shape[0] + rest.shape[0], y.shape[1])
+             for y, (_, rest) in zip(out, split, strict=True)]  # fmt: skip
+    table, width = _table(jobs, stored, [packed for packed, _ in split], found), jobs[0][2].shape[1]
+    held, scaled, blocks = _WIDTH // 2, _WIDTH // FP4_BLOCK, width // _WIDTH
+    vector.product(vector.E2M1_BYTES, np.float32(0), table, held, width // 2, width // FP4_BLOCK, 1, scaled, blocks)
+    for y, more, (_, rest) in zip(out, found, split, strict=True):
+        if rest is not None:
+            y.copy_(more[: len(y)]).index_add_(0, rest, more[len(y) :])
+
+
+def _table(jobs: list[Job], held: Sequence[tuple[Tensor, Tensor | None]], packed: list[Tensor], out: list[Tensor]) -> Any:
+    """The jobs as the kernels take them: addresses only, so that the tensors must be held meanwhile."""
+    from .vector import GROUP
+
+    table, tasks = [], 0
+    for (_, _, _, start, stop), (weight, scale), x, y in zip(jobs, held, packed, out, strict=True):
+        tasks += (stop - 1) // GROUP - start // GROUP + 1
+        at = weight.data_ptr(), 0 if scale is None else scale.data_ptr(), x.data_ptr(), y.data_ptr()
+        table.append((*at, start, stop, y.shape[0], y.stride(0) * y.itemsize, tasks))
+    return np.array(table, np.int64)
+
+
+def _once_each(pack: Callable[[Tensor], T], jobs: list[Job]) -> list[T]:
+    """Of every job's input; those of several jobs are packed once."""
+    found: dict[object, T] = {}
+    places = [(x.data_ptr(), x.shape, x.stride()) for _, _, x, _, _ in jobs]
+    for place, job in zip(places, jobs, strict=True):
+        if place not in found:
+            found[place] = pack(job[2])
+    return [found[place] for place in places]
+
+
+def _ordered(x: Tensor, order: Any) -> Tensor:
+    """x [t, in] as the vector kernels take it, [in/128, padded t, 128]."""
+    from . import vector
+
+    if x.shape[0] == 1 and order is None:
         return x.contiguous()
-    out = x.new_empty(x.shape[1] // _WIDTH, tokens, _WIDTH)
-    vector.pack(x.contiguous().numpy(), nibbles, out.numpy())
+    out = x.new_empty(x.shape[1] // _WIDTH, vector.few_padded(x.shape[0]), _WIDTH)
+    vector.pack(x.contiguous().numpy(), vector.NATURAL if order is None else order, out.numpy())
     return out
+
+
+def _split(x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """x [t, in] as `vnni` takes it, and the tokens of which a rest follows as tokens of their own, if any."""
+    from . import vector, vnni
+
+    integers, exponents, tops, wide = _integers(x)
+    rest = wide.nonzero()[:, 0] if wide.any() else None
+    if rest is not None:
+        step = (exponents[rest] - vnni.BITS).repeat_interleave(vnni.UNIT, 1)
+        left = x[rest].double() - torch.ldexp(integers[rest].double(), step)
+        more = _integers(left.float())
+        integers, exponents, tops = (torch.cat(pair) for pair in zip((integers, exponents, tops), more[:3], strict=True))
+    padded = vector.few_padded(integers.shape[0])
+    out = torch.empty(x.shape[1] // _WIDTH * padded * vnni.PACKED + 8 * padded, dtype=torch.uint8)
+    vnni.pack(integers.numpy(), exponents.numpy(), tops.numpy(), padded, out.numpy())
+    return out, rest
+
+
+def _integers(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from . import vnni
+
+    integers = torch.empty(x.shape, dtype=torch.int32)
+    exponents = integers.new_empty(x.shape[0], x.shape[1] // vnni.UNIT)
+    tops, wide = integers.new_empty(x.shape[0]), torch.empty(x.shape[0], dtype=torch.bool)
+    vnni.split(x.contiguous().numpy(), integers.numpy(), exponents.numpy(), tops.numpy(), wide.numpy())
+    return integers, exponents, tops, wide
 
 
 def _run_plain(kernels: str, jobs: list[Job], out: list[Tensor]) -> None:

@@ -12,272 +12,259 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
 from numba import njit, prange, types
 from numba.extending import intrinsic
 
-BLOCK = 128  # columns of one intrinsic: 8 vectors of 16
-LANES = 16
-GROUP = 32  # rows of one task; divides 128, so the rows of a task share their FP8 scales
-FEW = 4  # tokens up to which codes are decoded in registers; with more, once into a scratch for all
-ROWS = 4  # rows of a block: each input that is loaded meets four weights
-TOKENS = 32  # tokens of a tile: its inputs and sums stay in the second cache
-PIECE = 8  # blocks of columns of a tile: 4 rows of scratch stay in the first cache
+from . import vnni
+from .ir import (
+    BLOCK,
+    F16,
+    F32,
+    F64,
+    I8,
+    I16,
+    I32,
+    I64,
+    LANES,
+    ROWS,
+    broadcast,
+    call,
+    constant,
+    fma,
+    load,
+    pick,
+    prefetch,
+    rows,
+    splat,
+    store,
+    sum_lanes,
+    vector,
+)
 
-# Witnesses of what is stored: E4M3, E2M1 read through a permutation (AVX-512) or through half precision, BF16.
-E4M3, E2M1, E2M1_HALF, BF16 = np.uint8(0), np.int8(0), np.int16(0), np.uint16(0)
-_DECODED = np.float32(0)
+GROUP = 32  # rows of one task; divides 128, so the rows of a task share their FP8 scales
+FEW = 4  # tokens of a block; up to as many see rows whole, and memory binds
+TOKENS = 32  # tokens of a tile: its inputs and sums stay in the second cache
+PIECE = 8  # blocks of columns of a tile: inputs of four tokens stay in the first cache
+AHEAD = 28 << 10  # bytes between use and prefetch at least: less than that does not hide the memory's latency
+
+# Witnesses of what is stored: E4M3 and E2M1, read through tables (AVX-512) or half precision, BF16, E2M1 for `vnni`.
+E4M3, E4M3_HALF, E2M1, E2M1_HALF, BF16 = np.uint8(0), np.int32(0), np.int8(0), np.int16(0), np.uint16(0)
+E2M1_BYTES = np.int64(0)
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
-_I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
-_F16, _F32, _F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
 
-
-def _vector(n: int, of: Any) -> Any:
-    return ir.VectorType(of, n)
-
-
-def _splat(n: int, of: Any, value: float) -> Any:
-    return ir.Constant(_vector(n, of), [value] * n)
-
-
-def _pick(b: Any, v: Any, lanes: Any) -> Any:
-    return b.shuffle_vector(v, ir.Constant(v.type, ir.Undefined), ir.Constant(_vector(len(lanes), _I32), list(lanes)))
-
-
-def _at(b: Any, address: Any, offset: int, of: Any) -> Any:
-    return b.inttoptr(b.add(address, _I64(offset)) if offset else address, of.as_pointer())
-
-
-def _load(b: Any, address: Any, offset: int, of: Any) -> Any:
-    return b.load(_at(b, address, offset, of), align=1)
-
-
-def _call(b: Any, name: str, result: Any, arguments: list[Any]) -> Any:
-    function = b.module.globals.get(name)
-    if function is None:
-        function = ir.Function(b.module, ir.FunctionType(result, [a.type for a in arguments]), name)
-    return b.call(function, arguments)
-
-
-def _fma(b: Any, x: Any, y: Any, z: Any) -> Any:
-    return _call(b, f"llvm.fma.v{LANES}f{64 if z.type.element == _F64 else 32}", z.type, [x, y, z])
-
-
-def _prefetch(b: Any, address: Any) -> None:
-    _call(b, "llvm.prefetch.p0", ir.VoidType(), [_at(b, address, 0, _I8), _I32(0), _I32(3), _I32(1)])
+def _e4m3_bits(code: int) -> int:
+    """The BF16 bits of an E4M3 magnitude, which has them exactly."""
+    exponent, mantissa = code >> 3, code & 7
+    value = mantissa * 2.0**-9 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+    return int(np.float32(value).view(np.uint32)) >> 16
 
 
 def _halves(b: Any, bits: Any) -> Any:
     """Bits of half precision, 16 lanes, as float32: hardware widens subnormals at full speed, float32 arithmetic does not."""
-    return b.fpext(b.bitcast(bits, _vector(LANES, _F16)), _vector(LANES, _F32))
+    return b.fpext(b.bitcast(bits, vector(LANES, F16)), vector(LANES, F32))
 
 
 def _decode_e4m3(b: Any, w: Any) -> Iterator[Any]:
+    """Eight vectors of values, in `ORDERS[E4M3]`. Two tables of 128 bytes hold both bytes of a BF16 number: a permutation
+    looks a magnitude up, the sign joins, and bytes side by side are the upper halves of float32."""
+    bits, bytes_of = [_e4m3_bits(c) for c in range(128)], vector(64, I8)
+
+    def look_up(v: Any, table: list[int]) -> Any:
+        halves = [constant(I8, table[:64]), constant(I8, table[64:])]
+        return call(b, "llvm.x86.avx512.vpermi2var.qi.512", bytes_of, [halves[0], v, halves[1]])
+
+    for half in range(0, BLOCK, 64):
+        v = load(b, w, half, bytes_of)
+        low = look_up(v, [n & 255 for n in bits])
+        high = b.or_(look_up(v, [n >> 8 for n in bits]), b.and_(v, splat(64, I8, 0x80)))
+        for part in (0, 8):
+            lanes = [i + 64 * k for lane in range(0, 64, 16) for i in range(lane + part, lane + part + 8) for k in (0, 1)]
+            pairs = b.bitcast(pick(b, low, lanes, high), vector(LANES, I32))
+            yield b.bitcast(b.shl(pairs, splat(LANES, I32, 16)), vector(LANES, F32))
+            yield b.bitcast(b.and_(pairs, splat(LANES, I32, 0xFFFF0000)), vector(LANES, F32))
+
+
+def _decode_e4m3_half(b: Any, w: Any) -> Iterator[Any]:
     """Eight vectors of code · 2⁻⁸: an E4M3 code moved under a half's exponent is that half, subnormals included."""
-    for at in range(0, BLOCK, 32):
-        wide = b.sext(_load(b, w, at, _vector(32, _I8)), _vector(32, _I16))
-        half = b.and_(b.shl(wide, _splat(32, _I16, 7)), _splat(32, _I16, 0xBF80))
-        yield _halves(b, _pick(b, half, range(LANES)))
-        yield _halves(b, _pick(b, half, range(LANES, 32)))
+    for offset in range(0, BLOCK, 32):
+        wide = b.sext(load(b, w, offset, vector(32, I8)), vector(32, I16))
+        half = b.and_(b.shl(wide, splat(32, I16, 7)), splat(32, I16, 0xBF80))
+        yield _halves(b, pick(b, half, range(LANES)))
+        yield _halves(b, pick(b, half, range(LANES, 32)))
 
 
 def _decode_e2m1(b: Any, w: Any) -> Iterator[Any]:
     """Eight vectors of values; lane i of vector j is column 8i + j. The permutation ignores all but four bits of a lane."""
-    packed, table = _load(b, w, 0, _vector(LANES, _I32)), [*E2M1_VALUES, *(-v for v in E2M1_VALUES)]
+    packed, table = load(b, w, 0, vector(LANES, I32)), [*E2M1_VALUES, *(-v for v in E2M1_VALUES)]
     for j in range(8):
-        index = b.lshr(packed, _splat(LANES, _I32, 4 * j))
-        values = ir.Constant(_vector(LANES, _F32), table)
-        yield _call(b, "llvm.x86.avx512.permvar.sf.512", values.type, [values, index])
+        index = b.lshr(packed, splat(LANES, I32, 4 * j))
+        values = constant(F32, table)
+        yield call(b, "llvm.x86.avx512.permvar.sf.512", values.type, [values, index])
 
 
 def _decode_e2m1_half(b: Any, w: Any) -> Iterator[Any]:
     """The same columns as value · 2⁻¹⁴: sign to the top of a half, exponent and mantissa to where they meet there."""
-    packed = _load(b, w, 0, _vector(LANES, _I32))
+    packed = load(b, w, 0, vector(LANES, I32))
     for j in range(8):
-        code = b.lshr(packed, _splat(LANES, _I32, 4 * j))
-        sign = b.shl(b.and_(code, _splat(LANES, _I32, 8)), _splat(LANES, _I32, 12))
-        rest = b.shl(b.and_(code, _splat(LANES, _I32, 7)), _splat(LANES, _I32, 9))
-        yield _halves(b, b.trunc(b.or_(sign, rest), _vector(LANES, _I16)))
+        code = b.lshr(packed, splat(LANES, I32, 4 * j))
+        sign = b.shl(b.and_(code, splat(LANES, I32, 8)), splat(LANES, I32, 12))
+        rest = b.shl(b.and_(code, splat(LANES, I32, 7)), splat(LANES, I32, 9))
+        yield _halves(b, b.trunc(b.or_(sign, rest), vector(LANES, I16)))
 
 
 def _decode_bf16(b: Any, w: Any) -> Iterator[Any]:
-    for at in range(0, 2 * BLOCK, 2 * LANES):
-        wide = b.zext(_load(b, w, at, _vector(LANES, _I16)), _vector(LANES, _I32))
-        yield b.bitcast(b.shl(wide, _splat(LANES, _I32, 16)), _vector(LANES, _F32))
-
-
-def _decoded(b: Any, w: Any) -> Iterator[Any]:
-    for at in range(0, 4 * BLOCK, 4 * LANES):
-        yield _load(b, w, at, _vector(LANES, _F32))
+    for offset in range(0, 2 * BLOCK, 2 * LANES):
+        wide = b.zext(load(b, w, offset, vector(LANES, I16)), vector(LANES, I32))
+        yield b.bitcast(b.shl(wide, splat(LANES, I32, 16)), vector(LANES, F32))
 
 
 def _powers(b: Any, exponents: Any, factor: float) -> Any:
     """E8M0 bytes (16 lanes) times a power of two, as float32: the byte is the exponent, for bytes 1 and above."""
-    bits = b.shl(b.zext(exponents, _vector(LANES, _I32)), _splat(LANES, _I32, 23))
-    return b.fmul(b.bitcast(bits, _vector(LANES, _F32)), _splat(LANES, _F32, factor))
+    bits = b.shl(b.zext(exponents, vector(LANES, I32)), splat(LANES, I32, 23))
+    return b.fmul(b.bitcast(bits, vector(LANES, F32)), splat(LANES, F32, factor))
 
 
-def _scale_e4m3(b: Any, s: Any) -> Any:
-    one = b.insert_element(ir.Constant(_vector(1, _I8), ir.Undefined), _load(b, s, 0, _I8), _I32(0))
-    return _powers(b, _pick(b, one, [0] * LANES), 2.0**8)
+def _scale_e4m3(factor: float) -> Any:
+    return lambda b, s: _powers(b, broadcast(b, LANES, load(b, s, 0, I8)), factor)
 
 
 def _scale_e2m1(factor: float) -> Any:
-    def scale(b: Any, s: Any) -> Any:
-        """Four bytes for 128 columns: of lane i the columns 8i … 8i+7."""
-        return _powers(b, _pick(b, _load(b, s, 0, _vector(4, _I8)), [i // 4 for i in range(LANES)]), factor)
-
-    return scale
+    """Four bytes for 128 columns: of lane i the columns 8i … 8i+7."""
+    return lambda b, s: _powers(b, pick(b, load(b, s, 0, vector(4, I8)), [i // 4 for i in range(LANES)]), factor)
 
 
-# By witness type: decoding of a block, its scale, and its bytes if they come from memory rather than a scratch.
+# By witness type: decoding of a block, its scale, and its bytes. E2M1 by bytes is a block of its own.
 CODES: dict[Any, tuple[Any, Any, int]] = {
-    types.uint8: (_decode_e4m3, _scale_e4m3, BLOCK),
+    types.uint8: (_decode_e4m3, _scale_e4m3(1.0), BLOCK),
+    types.int32: (_decode_e4m3_half, _scale_e4m3(2.0**8), BLOCK),
     types.int8: (_decode_e2m1, _scale_e2m1(1.0), BLOCK // 2),
     types.int16: (_decode_e2m1_half, _scale_e2m1(2.0**14), BLOCK // 2),
     types.uint16: (_decode_bf16, None, 2 * BLOCK),
-    types.float32: (_decoded, None, 0),
+    types.int64: (None, None, BLOCK // 2),
 }
 
+# The column, of 128, that each place of a block decodes to.
+_LANE = np.arange(BLOCK) % LANES
+_VECTOR = np.arange(BLOCK) // LANES
+NATURAL = np.arange(BLOCK)
+BY_NIBBLE = _LANE * 8 + _VECTOR
+BY_BYTE = _VECTOR // 4 * 64 + _LANE // 4 * 16 + _VECTOR % 4 // 2 * 8 + _LANE % 4 * 2 + _VECTOR % 2
 
-def _rows(b: Any, first: Any, stride: Any, n: int) -> list[Any]:
-    rows = [first]
-    for _ in range(n - 1):
-        rows.append(b.add(rows[-1], stride))
-    return rows
+
+def _widened(b: Any, v: Any, wide: Any) -> Any:
+    return v if v.type == wide else b.fpext(v, wide)
 
 
-def _block(tokens: int, rows: int) -> Any:
-    """An intrinsic: sums[r, t, :] += x[t, 128 columns] · w[r, 128 columns] · scale, in 16 lanes, for this many t and r."""
+def _multiply(b: Any, tokens: int, code: Any, at: list[Any], scales: list[Any], x: Any, sums: list[Any], wide: Any) -> None:
+    """sums[r, t, :] += x[t, 128 columns] · w[r, 128 columns] · scale, in 16 lanes."""
+    decode, scale, _ = CODES[code]
+    size = 8 if wide.element == F64 else 4
+    total = [[splat(LANES, wide.element, 0.0)] * tokens for _ in at]
+    streams = [decode(b, row) for row in at]
+    for j in range(BLOCK // LANES):
+        values = [_widened(b, next(stream), wide) for stream in streams]
+        for t in range(tokens):
+            here = load(b, x, (t * BLOCK + j * LANES) * size, wide)
+            for r, value in enumerate(values):
+                total[r][t] = fma(b, here, value, total[r][t])
+    for r, row in enumerate(sums):
+        factor = _widened(b, scale(b, scales[r]), wide) if scale else splat(LANES, wide.element, 1.0)
+        for t in range(tokens):
+            before = load(b, row, t * LANES * size, wide)
+            store(b, fma(b, total[r][t], factor, before), row, t * LANES * size)
+
+
+def _block(tokens: int) -> Any:
+    """An intrinsic: what so many tokens and ROWS rows of one block add to their sums [ROWS, tokens, 16]. Of the rows
+    `there` exist: the others repeat the last one."""
 
     @intrinsic
-    def block(typing, held, code, number, w, ldw, ahead, s, lds, x, sums, lda):
-        decode, _, nbytes = CODES[held]
-        scale = CODES[code][1]
-        size, of = (8, _F64) if number == types.float64 else (4, _F32)
-        wide = _vector(LANES, of)
-
-        def widened(b, v):
-            return b.fpext(v, wide) if of is _F64 else v
+    def block(typing, code, number, w, ldw, ahead, s, lds, there, x, sums, lda):
+        wide = vector(LANES, F64 if number == types.float64 else F32)
+        together = ROWS // 2 if wide.element == F64 and tokens == FEW else ROWS  # rows whose sums are in registers
 
         def generate(context, b, signature, arguments):
-            w, ldw, ahead, s, lds, x, sums, lda = arguments[3:]
-            at = _rows(b, w, ldw, rows)
+            w, ldw, ahead, s, lds, there, x, sums, lda = arguments[2:]
+            at, scales = rows(b, w, ldw, there, ROWS), rows(b, s, lds, there, ROWS)
+            out = [b.add(sums, b.mul(I64(r), lda)) for r in range(ROWS)]
             for row in at:
-                for line in range(0, nbytes, 64):
-                    _prefetch(b, b.add(row, b.add(ahead, _I64(line))))
-            total = [[_splat(LANES, of, 0.0)] * tokens for _ in range(rows)]
-            streams = [decode(b, row) for row in at]
-            for j in range(BLOCK // LANES):
-                values = [widened(b, next(stream)) for stream in streams]
-                for t in range(tokens):
-                    here = _load(b, x, (t * BLOCK + j * LANES) * size, wide)
-                    for r in range(rows):
-                        total[r][t] = _fma(b, here, values[r], total[r][t])
-            factors = [_splat(LANES, of, 1.0)] * rows
-            if scale:
-                factors = [widened(b, scale(b, row)) for row in _rows(b, s, lds, rows)]
-            for r, row in enumerate(_rows(b, sums, lda, rows)):
-                for t in range(tokens):
-                    before = _load(b, row, t * LANES * size, wide)
-                    b.store(_fma(b, total[r][t], factors[r], before), _at(b, row, t * LANES * size, wide), align=1)
+                for line in range(0, CODES[code][2], 64):
+                    prefetch(b, b.add(row, b.add(ahead, I64(line))))
+            if code == types.int64:
+                vnni.block(b, tokens, at, scales, x, out)
+                return context.get_dummy_value()
+            for r in range(0, ROWS, together):
+                few = slice(r, r + together)
+                _multiply(b, tokens, code, at[few], scales[few], x, out[few], wide)
             return context.get_dummy_value()
 
-        return types.void(held, code, number, *[types.intp] * 8), generate
+        return types.void(code, number, *[types.intp] * 9), generate
 
     return block
 
 
-_one_row, _one_row_few = _block(1, 1), _block(FEW, 1)
-_rows_one, _rows_few = _block(1, ROWS), _block(FEW, ROWS)
+_one, _two, _four = _block(1), _block(2), _block(FEW)
 
 
 @intrinsic
-def _decode(typing, code, w, out):
-    """128 columns at address w to 128 float32 at `out`, in the order in which `_block` takes them, without the scale."""
+def _finish(typing, code, number, sums, factor, y):
+    """The 16 lanes at address `sums`, added pairwise, to the number at y; with E2M1_BYTES times the float64 at `factor`."""
+    of = F64 if number == types.float64 else F32
 
     def generate(context, b, signature, arguments):
-        _, w, out = arguments
-        for j, values in enumerate(CODES[code][0](b, w)):
-            b.store(values, _at(b, out, 4 * LANES * j, values.type), align=1)
+        _, _, sums, factor, y = arguments
+        total = sum_lanes(b, load(b, sums, 0, vector(LANES, of)))
+        if code == types.int64:
+            total = b.fptrunc(b.fmul(b.fpext(total, F64), load(b, factor, 0, F64)), F32)
+        store(b, total, y)
         return context.get_dummy_value()
 
-    return types.void(code, types.intp, types.intp), generate
-
-
-@intrinsic
-def _finish(typing, number, sums, y):
-    """The 16 lanes at address `sums`, added pairwise, to the number at address y."""
-    of = _F64 if number == types.float64 else _F32
-
-    def generate(context, b, signature, arguments):
-        _, sums, y = arguments
-        v, n = _load(b, sums, 0, _vector(LANES, of)), LANES
-        while n > 1:
-            n //= 2
-            v = b.fadd(_pick(b, v, range(n)), _pick(b, v, range(n, 2 * n)))
-        b.store(b.extract_element(v, _I32(0)), _at(b, y, 0, of))
-        return context.get_dummy_value()
-
-    return types.void(number, types.intp, types.intp), generate
+    return types.void(code, number, *[types.intp] * 3), generate
 
 
 @njit(nogil=True)
-def _direct(code, number, held, w, ldw, s, lds, scaled, x, tokens, blocks, rows, narrow, y, ldy, sums):
-    """Rows times at most FEW tokens (1 or FEW in x): codes are decoded in registers and each row is walked once."""
-    at, size, ldx = sums.ctypes.data, sums.itemsize, (1 if tokens == 1 else FEW) * BLOCK * sums.itemsize
-    lda = FEW * LANES * size
-    r = 0
-    while r < rows:
-        together = ROWS if rows - r >= ROWS and not narrow else 1
-        ahead = together * ldw
-        sums[:] = 0
+def _blocks(tokens, code, number, blocks, held, w, ldw, ahead, scaled, s, lds, there, ldx, x, sums, lda):
+    """Blocks of columns, one after the other. Each number of tokens has a loop of its own: branches within one would have
+    LLVM decode all that they share before it branches, more than registers hold."""
+    if tokens == 1:
         for k in range(blocks):
-            here, scale, mine = w + r * ldw + k * held, s + r * lds + k * scaled, x + k * ldx
-            if tokens == 1 and together == 1:
-                _one_row(code, code, number, here, ldw, ahead, scale, lds, mine, at, lda)
-            elif tokens == 1:
-                _rows_one(code, code, number, here, ldw, ahead, scale, lds, mine, at, lda)
-            elif together == 1:
-                _one_row_few(code, code, number, here, ldw, ahead, scale, lds, mine, at, lda)
-            else:
-                _rows_few(code, code, number, here, ldw, ahead, scale, lds, mine, at, lda)
-        for i in range(together):
-            for t in range(tokens):
-                _finish(number, at + i * lda + t * LANES * size, y + t * ldy + (r + i) * size)
-        r += together
+            _one(code, number, w + k * held, ldw, ahead, s + k * scaled, lds, there, x + k * ldx, sums, lda)
+    elif tokens == 2:
+        for k in range(blocks):
+            _two(code, number, w + k * held, ldw, ahead, s + k * scaled, lds, there, x + k * ldx, sums, lda)
+    else:
+        for k in range(blocks):
+            _four(code, number, w + k * held, ldw, ahead, s + k * scaled, lds, there, x + k * ldx, sums, lda)
 
 
 @njit(nogil=True)
-def _tiled(code, number, held, w, ldw, s, lds, scaled, x, tokens, blocks, rows, y, ldy, sums, scratch):
-    """Rows times many tokens: ROWS rows of a piece of columns are decoded once for a tile of tokens."""
-    at, size, decoded, padded = sums.ctypes.data, sums.itemsize, scratch.ctypes.data, -(-tokens // FEW) * FEW
-    lda, block = TOKENS * LANES * size, BLOCK * scratch.itemsize
-    row = PIECE * block
+def _walk(code, number, held, w, ldw, s, lds, scaled, x, tokens, blocks, rows, y, ldy, sums):
+    """Rows times tokens: the rows of a block whole if tokens are few, else a piece of columns for a tile of tokens."""
+    at, size, padded, few = sums.ctypes.data, sums.itemsize, few_padded(tokens), tokens <= FEW
+    lda, token, piece = sums.shape[1] * LANES * size, BLOCK * size, blocks if few else PIECE
+    factors, far = x + blocks * padded * token, -(-AHEAD // (ROWS * ldw)) * ROWS * ldw
     for t0 in range(0, tokens, TOKENS):
         here = min(TOKENS, padded - t0)
         sums[:] = 0
-        for k0 in range(0, blocks, PIECE):
-            some = min(PIECE, blocks - k0)
+        for k in range(0, blocks, piece):
             for r in range(0, rows, ROWS):
-                there = min(ROWS, rows - r)
-                for i in range(there):
-                    for k in range(some):
-                        _decode(code, w + (r + i) * ldw + (k0 + k) * held, decoded + i * row + k * block)
+                there, ahead = min(ROWS, rows - r), ROWS * ldw if r + ROWS < rows else piece * held - r * ldw
+                codes, scale = w + r * ldw + k * held, s + r * lds + k * scaled
                 for t in range(0, here, FEW):
-                    for k in range(some):
-                        mine, scale = x + ((k0 + k) * padded + t0 + t) * BLOCK * size, s + r * lds + (k0 + k) * scaled
-                        out = at + r * lda + t * LANES * size
-                        if there == ROWS:
-                            _rows_few(_DECODED, code, number, decoded + k * block, row, 0, scale, lds, mine, out, lda)
-                        else:
-                            for i in range(there):
-                                held_row, scale_row = decoded + i * row + k * block, scale + i * lds
-                                _one_row_few(_DECODED, code, number, held_row, row, 0, scale_row, lds, mine, out + i * lda, lda)
+                    mine, out = x + (k * padded + t0 + t) * token, at + r * lda + t * LANES * size
+                    _blocks(here - t, code, number, min(piece, blocks - k), held, codes, ldw, far if few else ahead, scaled,
+                            scale, lds, there, padded * token, mine, out, lda)  # fmt: skip
         for r in range(rows):
             for t in range(min(TOKENS, tokens - t0)):
-                _finish(number, at + r * lda + t * LANES * size, y + (t0 + t) * ldy + r * size)
+                place = y + (t0 + t) * ldy + r * size
+                _finish(code, number, at + r * lda + t * LANES * size, factors + (t0 + t) * 8, place)
+
+
+@njit(nogil=True)
+def few_padded(tokens):
+    """Tokens as blocks take them: fours, and 1 or 2 beside those."""
+    return tokens + (tokens % FEW == FEW - 1)
 
 
 @njit(nogil=True)
@@ -288,16 +275,10 @@ def _task(code, number, jobs, held, ldw, lds, height, scaled, blocks, task):
         j += 1
     first, tokens, group = jobs[j, 4], jobs[j, 6], jobs[j, 4] // GROUP + task - (jobs[j - 1, 8] if j else 0)
     begin, end = max(first, group * GROUP), min(jobs[j, 5], (group + 1) * GROUP)
-    few = tokens <= FEW
-    sums = np.full((ROWS * FEW if few else GROUP * TOKENS, LANES), number)
+    sums = np.full((GROUP, min(TOKENS, few_padded(tokens)), LANES), number)
     w, s, step = jobs[j, 0] + begin * ldw, jobs[j, 1] + begin // height * lds, lds if height == 1 else 0
-    x, y, ldy = jobs[j, 2], jobs[j, 3] + (begin - first) * sums.itemsize, jobs[j, 7]
-    if few:
-        narrow = tokens == 1 and held < BLOCK
-        _direct(code, number, held, w, ldw, s, step, scaled, x, tokens, blocks, end - begin, narrow, y, ldy, sums)
-    else:
-        scratch = np.full((ROWS * PIECE, BLOCK), _DECODED)
-        _tiled(code, number, held, w, ldw, s, step, scaled, x, tokens, blocks, end - begin, y, ldy, sums, scratch)
+    y = jobs[j, 3] + (begin - first) * sums.itemsize
+    _walk(code, number, held, w, ldw, s, step, scaled, jobs[j, 2], tokens, blocks, end - begin, y, jobs[j, 7], sums)
 
 
 @njit(parallel=True, nogil=True, cache=True)
@@ -314,10 +295,9 @@ def product(code, number, jobs, held, ldw, lds, height, scaled, blocks):
 
 
 @njit(nogil=True, cache=True)
-def pack(x, nibbles, out):
-    """x [t, in] -> out [in/128, padded t, 128], in the order of E2M1's lanes if `nibbles`; missing tokens become zero."""
+def pack(x, order, out):
+    """x [t, in] -> out [in/128, padded t, 128], columns of a block in this order [128]; missing tokens become zero."""
     for k in range(out.shape[0]):
         for t in range(out.shape[1]):
             for i in range(BLOCK):
-                at = i % LANES * 8 + i // LANES if nibbles else i
-                out[k, t, i] = x[t, k * BLOCK + at] if t < x.shape[0] else 0
+                out[k, t, i] = x[t, k * BLOCK + order[i]] if t < x.shape[0] else 0

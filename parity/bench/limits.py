@@ -51,15 +51,19 @@ def measure(most: int = sys.maxsize) -> Limits:
     """The best of `REPEATS` runs each; takes a second or two, and `MOST` or `most` bytes of memory at most."""
     threads = torch.get_num_threads()
     array = torch.ones(max(1, min(max(8 * last_level_cache(), LEAST), MOST, most) // 4))
-    square = torch.ones(FMA_SIDE, FMA_SIDE)
-    read = array.nbytes / _best(array.sum)
-    fma = FMA_SIDE**3 / _best(lambda: square @ square)
+    read, fma = array.nbytes / _best(array.sum), multiply_add_peak(torch.float32)
     torch.set_num_threads(1)
     try:
         one = array.nbytes / _best(array.sum)
     finally:
         torch.set_num_threads(threads)
     return Limits(read, one, fma)
+
+
+def multiply_add_peak(dtype: torch.dtype) -> float:
+    """Multiply-adds a second of the machine's own matrix product, all threads."""
+    square = torch.ones(FMA_SIDE, FMA_SIDE, dtype=dtype)
+    return FMA_SIDE**3 / _best(lambda: square @ square)
 
 
 def last_level_cache() -> int:

@@ -131,15 +131,15 @@ def full(args: argparse.Namespace) -> int:
     from optimized.cpu.fused import best
     from reference.checkpoint.open import open_store
 
-    from ..bench.full import ratios
+    from ..bench.full import lines
     from ..bench.limits import last_level_cache, measure
 
     store, limits = open_store(args.model), measure()
     print(f"{store.identity}, kernels {best()}, last-level cache {options.show_bytes(last_level_cache())}")
     read = f"read {limits.read / 1e9:.1f} GB/s, one thread {limits.read_one / 1e9:.1f}"
     print(f"{read}; {limits.fma / 1e9:.0f} G multiply-adds/s")
-    for r in ratios(store, limits, (1, 4, 16, 1024)):
-        print(f"{r.name:20} {r.tokens:5} tokens  {r.of_read:6.1%} of the read limit  {r.of_peak:6.1%} of the peak", flush=True)
+    for line in lines(store, limits):
+        print(line, flush=True)
     if not args.model.startswith("procedural:"):
         streamed(args, store, limits)
     return 0
