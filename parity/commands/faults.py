@@ -72,15 +72,16 @@ def _matrix(faults: Any, out: Path) -> int:
 
 def _clean(faults: Any, seeds: int) -> int:
     """Exit 1 for a false alarm."""
-    from ..faults.gates import clean, covering
+    from ..faults.gates import covering, run_cell
     from ..progress import Progress
 
     triggers = list(dict.fromkeys(f.cell for f in faults if f.cell))
     cells, alarms, seconds = covering(triggers), 0, 0.0
     with Progress(len(cells) * seeds, "cell") as progress:
-        for n, cell in enumerate(cells):
-            for seed, outcome in enumerate(clean(cell, range(seeds))):
-                progress.at(n * seeds + seed + 1, cell.text)
+        for seed in range(seeds):
+            for n, cell in enumerate(cells, 1):
+                progress.at(seed * len(cells) + n, f"seed {seed}, {cell.text}")
+                outcome = run_cell(cell, None, seed)
                 seconds += outcome.seconds
                 if outcome.caught:
                     alarms += 1

@@ -14,7 +14,7 @@ from ..progress import Progress
 from ..tokens import FileTokenizer, load_tokenizer
 from ..traffic import Machine, Meter, Work, bound_lines
 
-PRODUCTS = ("avx512", "vector", "plain", "torch")
+PRODUCTS = ("vnni", "avx512", "vector", "plain", "torch")
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,6 +44,8 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of sampling (default 0)")
     options.add_engine(parser)
     options.add_arithmetic(parser)
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="cuda: the reference keeps packed weights on the GPU, "
+                        "up to --memory (never run on one; default cpu); the engine runs there (its default)")  # fmt: skip
     parser.add_argument("--products", choices=PRODUCTS, help="who multiplies with the reference's weights (docs/cpu.md; "
                         "default: the quickest that this CPU can run)")  # fmt: skip
     parser.set_defaults(main=main)
@@ -60,14 +62,19 @@ def main(args: argparse.Namespace) -> int:
         return 2
     if args.temperature < 0:
         raise BadInput(f"temperature {args.temperature} is negative")
+    options.settle_device(args.device)
     store = open_store(args.model)
     return by_reference(args, store) if args.engine == "reference" else by_engine(args, store)
 
 
 def by_reference(args: argparse.Namespace, store: WeightStore) -> int:
+    import torch
+
     from reference.generate import Sampling, extend
     from reference.saved import save_text
 
+    if args.device == "cuda":
+        torch.set_default_device("cuda")
     machine = measure(args) if streams(args, store) else None
     model = open_model(args, store)
     text, how = open_text(args, store, model.loader)
@@ -160,8 +167,12 @@ def open_model(args: argparse.Namespace, store: WeightStore) -> Model:
     from reference.model import Model
     from reference.rounding import profile
 
-    memory, products = options.room_for_weights(args.memory), Products(args.products)
-    return Model(store, options.DTYPES[args.dtype], profile(args.profile), memory, products=products)
+    dtype, rounding = options.DTYPES[args.dtype], profile(args.profile)
+    if args.device == "cuda":
+        from reference.checkpoint.device import Cuda, DeviceStore
+
+        return Model(DeviceStore(store, Cuda()), dtype, rounding, args.memory)
+    return Model(store, dtype, rounding, options.room_for_weights(args.memory), products=Products(args.products))
 
 
 def open_text(args: argparse.Namespace, store: WeightStore, loader: Loader) -> tuple[Text, dict[str, Any]]:

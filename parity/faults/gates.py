@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -116,9 +116,3 @@ def _union(cells: Sequence[Cell]) -> Cell:
     lengths, starts = (sorted({n for cell in cells for n in getattr(cell, part)}) for part in ("lengths", "starts"))
     deepest = max((cell.layer for cell in cells), key=LAYERS.__getitem__)
     return replace(cells[0], layer=deepest, lengths=tuple(lengths), starts=tuple(starts))
-
-
-def clean(cell: Cell, seeds: Sequence[int]) -> Iterator[Outcome]:
-    """The cell without a fault, a seed at a time: each outcome that is caught is a false alarm."""
-    for seed in seeds:
-        yield run_cell(cell, None, seed)
