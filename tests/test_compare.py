@@ -68,7 +68,8 @@ def test_the_first_divergence_is_named(twin, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "first divergence: layers.2.attn.q, request 0, position 4, relative L2" in said
     assert "layers.3.attn_norm" in said and "layers.1." not in said
-    assert main(["compare", str(twin.root), str(twin.root), "--all"]) == 0
+    assert main(["compare", str(twin.root), str(both), "--gate"]) == 1
+    assert main(["compare", str(twin.root), str(twin.root), "--all", "--gate"]) == 0
     assert "layers.1.attn.q " in capsys.readouterr().out
 
 

@@ -15,12 +15,14 @@ def add_parser(subparsers: Any) -> None:
         "compare",
         help="two traces side by side, and where they first part",
         description="Distances of every tap that both have, in causal order. A tap is beyond its storage where the relative "
-        "L2 is more than one rounding of every element to the coarser of both formats. This describes and is no verdict. Exit "
-        "codes: 0 compared, 2 a trace without a profile, 3 nothing in common, 4 bad input.",
+        "L2 is more than one rounding of every element to the coarser of both formats. This describes and is no verdict, unless "
+        "--gate asks for one. Exit codes: 0 compared, 1 with --gate a tap beyond its storage, 2 a trace without a profile, 3 "
+        "nothing in common, 4 bad input.",
     )
     parser.add_argument("a", type=Path, metavar="A", help="trace directory")
     parser.add_argument("b", type=Path, metavar="B", help="trace directory")
     parser.add_argument("--all", action="store_true", help="print taps that agree to the bit too")
+    parser.add_argument("--gate", action="store_true", help="exit 1 where a tap is beyond its storage")
     parser.set_defaults(main=main)
 
 
@@ -47,6 +49,6 @@ def main(args: argparse.Namespace) -> int:
         return INCOMPLETE
     if at := first(found):
         print(f"first divergence: {at.tap}, request {at.request}, position {at.position}, relative L2 {at.relative_l2:.3g}")
-    else:
-        print("no tap is beyond its storage")
+        return int(args.gate)
+    print("no tap is beyond its storage")
     return 0
