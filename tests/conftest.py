@@ -12,7 +12,7 @@ from pathlib import Path
 import numba
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from oracle_case import OracleCase
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # tests interpret, also beside a GPU; what needs one starts its own process
@@ -23,6 +23,8 @@ torch.set_num_threads(1)
 _slow = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 settings.register_profile("dev", max_examples=50, deadline=None, suppress_health_check=_slow)
 settings.register_profile("ci", max_examples=50, deadline=None, derandomize=True, database=None, suppress_health_check=_slow)
+_known = [Phase.explicit, Phase.generate]  # a planted fault is to be found, and needs no smallest example
+settings.register_profile("found", settings.get_profile("ci"), phases=_known)
 settings.register_profile("nightly", max_examples=1000, deadline=None, suppress_health_check=_slow)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
 
