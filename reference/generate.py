@@ -69,5 +69,5 @@ def extend(
     """The tokens that `text` still lacks of `max_new_tokens`, as they come; it holds each when it is given."""
     while len(text.made) < max_new_tokens and text.made[-1:] != [model.config.eos_token_id]:
         x = model.forward([torch.tensor(text.ids[text.state.length :], dtype=torch.long)], [text.state], on_layer)
-        text.ids.append(sample(model.logits(x[-1:])[0], sampling, text.generator))
+        text.ids.append(sample(model.logits(x[-1:])[0].cpu(), sampling, text.generator))
         yield text.ids[-1]

@@ -30,7 +30,7 @@ def save_text(path: Path, text: Text, how: Mapping[str, Any]) -> None:
 
     Raises OSError where the disk is full.
     """
-    tensors = {name: x.contiguous() for name, x in named_tensors(text.state).items()}
+    tensors = {name: x.cpu().contiguous() for name, x in named_tensors(text.state).items()}
     tensors[_NOISE] = text.generator.get_state()
     about = json.dumps({"how": how, "ids": text.ids, "prompt": text.prompt, "length": text.state.length})
     content = save(tensors, {"about": about, "sha256": _digest(about, tensors)})
@@ -52,7 +52,8 @@ def load_text(path: Path, how: Mapping[str, Any]) -> Text:
         began, ids, prompt, length = dict(about["how"]), about["ids"], about["prompt"], about["length"]
         generator = torch.Generator()
         generator.set_state(tensors.pop(_NOISE))
-        text = Text(ids, prompt, from_tensors(length, tensors), generator)
+        here = {name: x.to(torch.get_default_device()) for name, x in tensors.items()}
+        text = Text(ids, prompt, from_tensors(length, here), generator)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise BadInput(f"{path}: no text that was saved: {error}") from None
     for name in sorted({*began, *how}):
