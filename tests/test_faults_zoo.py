@@ -162,7 +162,7 @@ def test_faults_are_chosen_by_name_kind_or_source(capsys: pytest.CaptureFixture[
 def test_a_false_alarm_is_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     said = iter([outcome(caught=False), outcome()])
     monkeypatch.setattr("parity.faults.gates.run_cell", lambda cell, change, seed: next(said))
-    assert command._clean([BY_NAME["attention.no-sink"]], 2) == 1
+    assert command._clean([BY_NAME["attention.no-sink"]], range(2)) == 1
     said = capsys.readouterr()
     assert "seed 1: words" in said.err and "1 false alarms" in said.out
 

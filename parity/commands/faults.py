@@ -21,6 +21,7 @@ def add_parser(subparsers: Any) -> None:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--list", action="store_true", help="name the faults and run none")
     what.add_argument("--clean", type=int, metavar="N", help="no fault: trigger cells over N seeds, none of which may fail")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="the first of --clean's seeds (default 0)")
     what.add_argument("--public-gates", action="store_true",
                       help="the usual public gates beside ours, on one fault of each of ten kinds")
     what.add_argument("--smallest", action="store_true", help="how small a fault can be before each gate misses it")
@@ -37,7 +38,7 @@ def main(args: argparse.Namespace) -> int:
         return 0
     args.out.mkdir(parents=True, exist_ok=True)
     if args.clean is not None:
-        return _clean(faults, args.clean)
+        return _clean(faults, range(args.seed, args.seed + args.clean))
     if args.public_gates:
         from ..faults import public
 
@@ -70,23 +71,23 @@ def _matrix(faults: Any, out: Path) -> int:
     return int(any(row["wrong"] for row in table))
 
 
-def _clean(faults: Any, seeds: int) -> int:
+def _clean(faults: Any, seeds: range) -> int:
     """Exit 1 for a false alarm."""
     from ..faults.gates import covering, run_cell
     from ..progress import Progress
 
     triggers = list(dict.fromkeys(f.cell for f in faults if f.cell))
     cells, alarms, seconds = covering(triggers), 0, 0.0
-    with Progress(len(cells) * seeds, "cell") as progress:
-        for seed in range(seeds):
+    with Progress(len(cells) * len(seeds), "cell") as progress:
+        for turn, seed in enumerate(seeds):
             for n, cell in enumerate(cells, 1):
-                progress.at(seed * len(cells) + n, f"seed {seed}, {cell.text}")
+                progress.at(turn * len(cells) + n, f"seed {seed}, {cell.text}")
                 outcome = run_cell(cell, None, seed)
                 seconds += outcome.seconds
                 if outcome.caught:
                     alarms += 1
                     progress.note(f"false alarm: {cell.text}, seed {seed}: {outcome.words}")
-    print(f"{len(triggers)} trigger cells in {len(cells)}, {seeds} seeds each: "
+    print(f"{len(triggers)} trigger cells in {len(cells)}, {len(seeds)} seeds each, from {seeds.start}: "
           f"{alarms} false alarms; {seconds:.0f} s of processor")  # fmt: skip
     return int(bool(alarms))
 
