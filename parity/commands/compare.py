@@ -15,9 +15,9 @@ def add_parser(subparsers: Any) -> None:
         "compare",
         help="two traces side by side, and where they first part",
         description="Distances of every tap that both have, in causal order. A tap is beyond its storage where the relative "
-        "L2 is more than one rounding of every element to the coarser of both formats. This describes and is no verdict, unless "
-        "--gate asks for one. Exit codes: 0 compared, 1 with --gate a tap beyond its storage, 2 a trace without a profile, 3 "
-        "nothing in common, 4 bad input.",
+        "L2 is more than one rounding of every element to the coarser of both formats. This describes and is no verdict unless "
+        "--gate asks for one. Exit codes: 0 compared, 1 with --gate a tap beyond its storage, 2 a trace without a profile, "
+        "3 nothing in common, 4 bad input.",
     )
     parser.add_argument("a", type=Path, metavar="A", help="trace directory")
     parser.add_argument("b", type=Path, metavar="B", help="trace directory")
