@@ -94,17 +94,16 @@ class Alone:
         return cls(weights, mtp.layer if mtp else weights.layer(layer), mtp, head, memory, poured, there, sequences)
 
     def run(self, x: Tensor, batch: Batch, members: Many[int]) -> Side:
-        """The next tokens of some sequences, streams x [t, s, D] in float64 -> what the layer puts out. Whatever a kernel
-        raises is its failure: then streams are NaN. Raises BadInput for weights that no kernel takes."""
+        """The next tokens of some sequences, streams x [t, s, D] in float64 -> what the layer puts out. Whatever a plan or
+        kernel raises is its failure: then streams are NaN. Raises BadInput for weights that no kernel takes."""
         sequences, ids = [self.sequences[i] for i in members], [batch.ids[s] for s in batch.sequences()]
-        kind = self.poured.geometry.kinds[self.poured.layer]
-        starts = [s.length for s in sequences]
-        plan = plan_step(self.poured.geometry, {kind}, ids, sequences, starts, self.weights.device)
+        kind, starts = self.poured.geometry.kinds[self.poured.layer], [s.length for s in sequences]
         for sequence, n in zip(sequences, ids, strict=True):
             sequence.length += len(n)
         if not bool(x.isfinite().all()):
             return self._nothing(x, "its streams are not finite")
         try:
+            plan = plan_step(self.poured.geometry, {kind}, ids, sequences, starts, self.weights.device)
             return self._run(x.to(DEVICE, torch.bfloat16), plan, torch.tensor(batch.bounds[1:]) - 1, members)
         except BadInput:
             raise

@@ -74,7 +74,7 @@ FAULTS = (
           LAYER, edit(STEP, ("direct = int(places.extend.max()) <= geometry.lookahead + 1", "direct = True")),
           whole("window", "chunk", (8, 36)), tests=(*PLANNER, *SCHEDULES)),
     Fault("paging.slot-of-another", "wrong page", OWN, "S1", "rows of a batch go to the slots in the other order", LAYER,
-          edit(STEP, ("np.array([s.slot for s in sequences])", "np.array([s.slot for s in sequences])[::-1]")),
+          edit(STEP, ("np.array([s.slot for s in sequences])", "np.array([s.slot for s in sequences][::-1])")),
           whole("window", "decode", (17,), (127,)), tests=(*PLANNER, *SCHEDULES)),
     Fault("paging.table-of-another", "wrong page", OWN, "S1", "block tables of a batch are in the other order", LAYER,
           edit(STEP, ("for row, sequence in zip(table, sequences, strict=True):",
