@@ -52,7 +52,7 @@ def test_a_cold_step_reads_what_it_touches(tiny):
 
 def test_bench_full_takes_turns_with_a_directory(tiny, capsys, monkeypatch):
     monkeypatch.setattr(limits_of, "measure", lambda: LIMITS)
-    monkeypatch.setattr(full, "ratios", lambda *_: iter(()))
+    monkeypatch.setattr(full, "ratios", lambda *_, **__: iter(()))
     assert main(["bench", "full", "--model", str(tiny), "--turns", "2"]) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[2].startswith("disk ") and out[2].endswith("from the system's cache")

@@ -16,8 +16,8 @@ from optimized.pool import allocator
 
 
 def test_no_schedule_changes_a_bit() -> None:
-    """Two histories of 25 rules each, by default."""
-    run_state_machine_as_test(EngineMachine, settings=settings(max_examples=examples(2), stateful_step_count=25))
+    """Two histories of 14 rules each, by default."""
+    run_state_machine_as_test(EngineMachine, settings=settings(max_examples=examples(2), stateful_step_count=14))
 
 
 STEP = {
