@@ -236,3 +236,25 @@ def test_unknown_names_and_rows_are_refused():
 
 def test_seed_is_part_of_the_name():
     assert open_store("procedural:mini@7").identity == "procedural:mini@7/g1"
+
+
+def test_all_that_is_drawn_once_can_be_drawn_at_once(monkeypatch):
+    """The same weights, and nothing is left to draw but rows of the embedding."""
+    for name, nbytes in (("POOL_BYTES", 1 << 24), ("SEGMENT", 1 << 21), ("SCALE_BYTES", 1 << 22)):
+        monkeypatch.setattr(noise, name, nbytes)
+    caches = (noise.pool, noise.scale_pool)
+    names = [n for n in ProceduralStore("mini", 3, 2).tensors if n.startswith(("layers.2.", "norm", "head"))]
+    weights = []
+    for at_once in (False, True):
+        for cache in caches:
+            cache.cache_clear()
+        store = ProceduralStore("mini", 3, 2)
+        if at_once:
+            store.draw()
+            for where in (noise.NoisePool, noise.ScalePool, ProceduralStore):
+                monkeypatch.setattr(where, "_draw", None)
+            assert store.bytes_read == 0
+        weights.append([store.get(name).clone().view(torch.uint8) for name in names])
+    for cache in caches:
+        cache.cache_clear()
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True)) and len(names) > 20

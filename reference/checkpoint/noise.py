@@ -37,10 +37,14 @@ class NoisePool:
     def view(self, place: int, nbytes: int) -> Tensor:
         """`nbytes` bytes (uint8) that begin at a word that the number `place` picks: a view, not to be written to."""
         begin = place % ((POOL_BYTES - nbytes) // 8 + 1) * 8
-        for segment in range(begin // SEGMENT, -(-(begin + nbytes) // SEGMENT)):
+        self.draw(begin, begin + nbytes)
+        return self._bytes[begin : begin + nbytes]
+
+    def draw(self, begin: int = 0, end: int = POOL_BYTES) -> None:
+        """What is not there yet of these bytes."""
+        for segment in range(begin // SEGMENT, -(-end // SEGMENT)):
             if segment not in self._drawn:
                 self._draw(segment)
-        return self._bytes[begin : begin + nbytes]
 
     def _draw(self, segment: int) -> None:
         from .threads import threads_for
@@ -67,11 +71,15 @@ class ScalePool:
     def view(self, place: int, rows: int) -> Tensor:
         """[rows, width] from an even row that the number `place` picks: a view, not to be written to."""
         begin = place % ((len(self._rows) - rows) // 2 + 1) * 2
-        for chunk in range(begin // self._chunk, -(-(begin + rows) // self._chunk)):
+        self.draw(begin, begin + rows)
+        return self._rows[begin : begin + rows]
+
+    def draw(self, begin: int = 0, end: int | None = None) -> None:
+        """What is not there yet of these rows."""
+        for chunk in range(begin // self._chunk, -(-(len(self._rows) if end is None else end) // self._chunk)):
             if chunk not in self._drawn:
                 self._draw(chunk * self._chunk)
                 self._drawn.add(chunk)
-        return self._rows[begin : begin + rows]
 
     def _draw(self, row: int) -> None:
         from .threads import threads_for

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,6 +23,9 @@ from ..presets import CONFIG_JSON, preset
 from . import laws
 from .manifest import Parameter, manifest, parameters
 from .store import DTYPE_OF_TAG, TensorInfo, row_range
+
+if TYPE_CHECKING:
+    from .noise import ScalePool
 
 DEFAULT_VERSION = {"mini": 1, "v4-pro-slim": 1}  # of the others 2: weights of real size cost memory bandwidth only
 VERSIONS = (1, 2)
@@ -101,6 +104,21 @@ class ProceduralStore:
     def release(self, names: Iterable[str]) -> None:
         """Nothing."""
 
+    def draw(self) -> None:
+        """All that generator 2 draws once and keeps, before anybody waits for it: the pools, and what is in none of them but
+        the embedding, of which a step takes rows."""
+        from . import noise
+
+        if self._version != 2:
+            return
+        for tag in laws.CODE_STD:
+            noise.pool(self._seed, tag).draw()
+        for name, info in self.tensors.items():
+            if self._is_fp4_scale(name):
+                self._scale_pool(name, info).draw()
+            elif info.dtype not in laws.CODE_STD and name != "embed.weight" and name not in self._kept:
+                self._make(name, info, 0, info.shape[0])
+
     def _make(self, name: str, info: TensorInfo, start: int, stop: int) -> Tensor:
         """Generator 1 draws all; 2 takes codes from its pool, and keeps what it had to draw whole."""
         if self._version == 2 and (info.dtype in laws.CODE_STD or self._is_fp4_scale(name)):
@@ -121,11 +139,15 @@ class ProceduralStore:
 
         place = int(_key(2, self._seed, name))
         if info.dtype == "F8_E8M0":
-            pool = noise.scale_pool(self._seed, info.shape[1], *noise.fitted(self._weight_std(name), fp4=True))
-            return pool.view(place, info.shape[0])[start:stop].view(torch.float8_e8m0fnu)
+            return self._scale_pool(name, info).view(place, info.shape[0])[start:stop].view(torch.float8_e8m0fnu)
         row_bytes = info.nbytes // info.shape[0]
         whole = noise.pool(self._seed, info.dtype).view(place, info.nbytes)
         return whole[start * row_bytes : stop * row_bytes].view(DTYPE_OF_TAG[info.dtype]).view(stop - start, *info.shape[1:])
+
+    def _scale_pool(self, name: str, info: TensorInfo) -> ScalePool:
+        from . import noise
+
+        return noise.scale_pool(self._seed, info.shape[1], *noise.fitted(self._weight_std(name), fp4=True))
 
     def _weight_std(self, name: str) -> float:
         """Of the weight of a scale; alike in all layers and experts."""
