@@ -12,7 +12,6 @@ from kernel_cases import mutant
 from test_pool_machine import examples
 
 from optimized import engine, step
-from optimized.pool import allocator
 
 
 def test_no_schedule_changes_a_bit() -> None:
@@ -25,7 +24,6 @@ STEP = {
     "rows written before they are needed": ("direct = int(places.extend.max()) <= geometry.lookahead + 1", "direct = True"),
     "a count that is stale": ("seen = visible(places.positions, RATIO", "seen = visible(places.positions - 1, RATIO"),
     "the first sequence's pages for all": ("batch_ids=there(places.batch_ids)", "batch_ids=there(0 * places.batch_ids)"),
-    "0 for nowhere": ("np.where(overwritten, -1, rows)", "np.where(overwritten, 0, rows)"),
 }
 
 
@@ -45,12 +43,6 @@ def found(machine: type[EngineMachine]) -> None:
 @pytest.mark.parametrize("name", STEP)
 def test_a_mistake_of_plans_is_found(name: str, tmp_path: Path) -> None:
     found(wrong_plans(name, tmp_path))
-
-
-@pytest.mark.slow
-def test_a_fork_that_shares_what_it_writes_is_found(tmp_path: Path) -> None:
-    wrong = mutant(allocator, tmp_path, ("if self.owners[sequence.blocks[i]] > 1]", "if False]"))
-    found(type("Wrong", (EngineMachine,), {"owner": wrong.Allocator}))
 
 
 def test_a_history_by_hand_finds_a_ring_that_keeps_too_little(tmp_path: Path) -> None:
