@@ -91,8 +91,10 @@ class Whole:
         rounding = relative_l2(twin.streams, truth.streams)
         forced = self.forced.run(given, turn.batch, turn.members)
         base = self.smooth.streams(given, turn.batch, turn.members)
-        said = distances(turn.seat, "forced", forced, twin, relative_l2(twin.streams, base))
-        said = [replace(d, rows=self._rows(turn)) if isinstance(d, Drift) else d for d in said]
+        local = relative_l2(twin.streams, base)
+        said = distances(turn.seat, "forced", forced, twin, local)
+        said = [replace(d, rows=self._rows(turn), rounding=max(local, rounding) if any(d.flips.values()) else local)
+                if isinstance(d, Drift) else d for d in said]  # fmt: skip
         if own is None or self.free is None:
             return said, None
         free = forced if self.free is self.forced else self.free.run(own.streams, turn.batch, turn.members)
