@@ -90,8 +90,8 @@ class MoE:
         else:
             assert self.bias is not None
             experts = choose_experts(scores, self.bias, self.top_k)
-        weights = routing_weights(scores, experts, self.scaling)
-        return sites("gate.experts", experts), sites("gate.weights", weights)
+        experts = sites("gate.experts", experts)
+        return experts, sites("gate.weights", routing_weights(scores, experts, self.scaling))
 
     def __call__(self, x: Tensor, ids: Tensor, sites: Sites) -> Tensor:
         """x [t, D] -> [t, D]: routed experts summed in ascending number, the shared one last."""

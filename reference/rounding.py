@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from importlib import resources
 from typing import Any
@@ -175,12 +175,12 @@ class Sites:
 
     def block(self, name: str) -> Sites:
         """Sites of a block, `layers.30` or `mtp.0.block`."""
-        return Sites(self.profile, self.tap, f"{name}.", "")
+        return replace(self, taps=f"{name}.", path="")
 
     def at(self, part: str, index: int | None = None) -> Sites:
         """Sites of a part of this module: `sites.at("indexer")`, `sites.at("experts", 5)`."""
         number = "" if index is None else f"{index}."
-        return Sites(self.profile, self.tap, f"{self.taps}{part}.{number}", f"{self.path}{part}.")
+        return replace(self, taps=f"{self.taps}{part}.{number}", path=f"{self.path}{part}.")
 
     def __call__(self, site: str, x: Tensor, spare: int = 0) -> Tensor:
         """Round x [..., n] if the profile says so (a quantiser spares the last `spare` channels), then show it to the tap."""
