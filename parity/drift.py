@@ -45,7 +45,8 @@ class Side:
 class Drift:
     """Distance of streams behind a layer, side against reference; the worst token, and its sequence and position; `flips` of
     choices, as shares; `rounding`, the relative L2 of twin against truth for the same tokens; `predicted` relative L2 where
-    there is a prediction; `rows` that the layer left in the pool: by name, their relative L2 and rounding."""
+    there is a prediction; of `forced`, `rows` that the layer left in the pool, by name their relative L2 and rounding, and
+    tokens whose choice rounding leaves `unexplained`, as shares."""
 
     layer: int
     phase: str
@@ -59,6 +60,7 @@ class Drift:
     predicted: float | None = None
     error: str = ""
     rows: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
+    unexplained: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -88,9 +88,10 @@ class Evaluation:
     def of(self, members: Sequence[int]) -> list[LayerState]:
         return [self.states[i] for i in members]
 
-    def streams(self, x: Tensor, batch: Batch, members: Sequence[int], capture: Capture | None = None) -> Tensor:
-        """The next tokens of some sequences: [t, s, D] -> [t, s, D]; MTP puts out what its head sees, [t, 1, D]."""
-        w, sites = self.weights, Sites(self.profile, capture)
+    def streams(self, x: Tensor, batch: Batch, members: Sequence[int], sites: Sites | None = None) -> Tensor:
+        """The next tokens of some sequences: [t, s, D] -> [t, s, D]; MTP puts out what its head sees, [t, 1, D]. `sites`
+        are those of the profile, unless given."""
+        w, sites = self.weights, sites or Sites(self.profile)
         if w.mtp is None:
             y, after = w.block(x, batch, self.of(members), sites.block(cases.layer_name(w.config, w.layer)))
         else:
@@ -113,12 +114,13 @@ class Evaluation:
 
     def run(self, x: Tensor, batch: Batch, members: Sequence[int], capture: Capture) -> Side:
         """The same with its choices, which `capture` must want, and logits."""
-        y = self.streams(x, batch, members, capture)
+        y = self.streams(x, batch, members, Sites(self.profile, capture))
         experts, picks = (_chosen(capture, tap) for tap in CHOICES)
-        return Side(y, experts, picks, self._logits(y[torch.tensor(batch.bounds[1:]) - 1]))
+        return Side(y, experts, picks, self.logits(y, batch))
 
-    def _logits(self, y: Tensor) -> Tensor | None:
-        head, sites = self.weights.head, Sites(self.profile)
+    def logits(self, y: Tensor, batch: Batch) -> Tensor | None:
+        """Of each sequence's last token [b, v], where there is a head, from what the layer puts out."""
+        head, sites, y = self.weights.head, Sites(self.profile), y[torch.tensor(batch.bounds[1:]) - 1]
         if head is None:
             return None
         if self.weights.mtp is None:

@@ -38,8 +38,8 @@ class Divergence:
             said = f": {output} is {self.pattern}" if self.pattern else "" if output == "output" else f": {output}"
             return f"first wrong op: {self.op}, {where}{said}"
         if self.cause == "layer":
-            rows = f": {self.output} rows that it left" if self.output else ""
-            return f"first wrong layer: {where}: every op is right on its own inputs, the layer as a whole is not{rows}"
+            what = f": {self.output}" if self.output else ""
+            return f"first wrong layer: {where}: every op is right on its own inputs, the layer as a whole is not{what}"
         return (f"no op and no layer is wrong on its own inputs; running freely, the streams are different from {where} on: "
                 "what came in was different already")  # fmt: skip
 
@@ -64,10 +64,10 @@ def headline(records: Sequence[Record]) -> str:
 
 
 def departures(records: Sequence[Record], curve: str) -> list[Record]:
-    """Drift of a curve that rounding does not explain, in streams or in rows left: a right candidate rounds as the twin does,
-    so it is as far from the truth, and the two are at most twice that apart."""
+    """Drift of a curve that rounding does not explain, in streams, in rows left, or in choices: a right candidate rounds as
+    the twin does, so it is as far from the truth, and the two are at most twice that apart."""
     drift = [r for r in records if r["record"] == "drift" and r.get("curve") == curve]
-    return [r for r in drift if any(_far(x) for x in (r, *r.get("rows", {}).values()))]
+    return [r for r in drift if r.get("unexplained") or any(_far(x) for x in (r, *r.get("rows", {}).values()))]
 
 
 def _far(x: Mapping[str, Any]) -> bool:
@@ -83,9 +83,11 @@ def _of_op(r: Record) -> Divergence:
 
 
 def _of_curve(r: Record, cause: Cause) -> Divergence:
-    rows = [] if _far(r) else [name for name, x in r.get("rows", {}).items() if _far(x)]
-    where = "" if rows else place(r.get("worst", {}))
-    return Divergence(cause, r["layer_id"], r["phase"], output=" and ".join(rows), place=where)
+    if _far(r):
+        return Divergence(cause, r["layer_id"], r["phase"], place=place(r.get("worst", {})))
+    rows = [f"{name} rows that it left" for name, x in r.get("rows", {}).items() if _far(x)]
+    choices = [f"{name} that scores do not explain" for name in r.get("unexplained", {})]
+    return Divergence(cause, r["layer_id"], r["phase"], output=" and ".join([*rows, *choices]))
 
 
 def place(worst: Mapping[str, Any]) -> str:

@@ -24,6 +24,7 @@ from reference.rounding import profile
 from . import candidates, cases, ops, records
 from .flow import Flow, Setting
 from .journal import Journal
+from .locate import departures
 from .options import peak_rss
 from .records import Record
 
@@ -186,11 +187,11 @@ def _summary(out: Sequence[Record], request: Request, config: Config, seconds: f
     verdicts = [r for r in out if r["record"] == "verdict"]
     failed = sum(r["verdict"] == "fail" for r in verdicts)
     missing = [r for r in out if r["record"] == "not_run"]
-    elements = sum(r["elements"] for r in verdicts)
+    departed, elements = len({r["layer"] for r in departures(out, "forced")}), sum(r["elements"] for r in verdicts)
     incomplete = elements == 0 or _unmet(verdicts, request) or any(r["required"] and r["layers"] == 0 for r in missing)
     return {
-        "record": "summary", "exit_code": 1 if failed else 3 if incomplete else 0, "judged": len(verdicts),
-        "passed": len(verdicts) - failed, "failed": failed, "elements": elements,
+        "record": "summary", "exit_code": 1 if failed or departed else 3 if incomplete else 0, "judged": len(verdicts),
+        "passed": len(verdicts) - failed, "failed": failed, "departed": departed, "elements": elements,
         "not_run": len({r["op"] for r in missing} - {r["op"] for r in verdicts}), "notes": notes(request, config),
         "volatile": {"seconds": round(seconds, 2)},
     }  # fmt: skip

@@ -6,20 +6,22 @@ Source: docs/drift.md §1 and §2.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from reference.rounding import EXACT
-from reference.state import Batch
+from reference.rounding import EXACT, Sites
+from reference.state import Batch, LayerState
 
 from .alone import Alone, Listening
 from .cases import Plan
 from .drift import Drift, LogitsDrift, Seat, Side, distances, grown, pushed
 from .evaluation import Evaluation
+from .following import SCORES, Choices, Following
 from .judge import finite_or_none
 from .metrics import relative_l2
+from .taps import Capture
 
 EVERY = 5  # sequences that whole layers run: a kernel in an interpreter takes its time by the token
 
@@ -62,13 +64,17 @@ class Carried:
 class Whole:
     """One layer. `free` is `forced` itself where both have the same streams, `smooth` and `nudged` are the twin without its
     rounding, on its streams and a little beside them; without streams of its own there is only `forced`. `twin` has had each
-    phase before the others."""
+    phase before the others; `before` are its states before that."""
 
     twin: Evaluation
     forced: Alone
     free: Alone | None
     smooth: Evaluation
     nudged: Evaluation
+    before: list[LayerState] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.before = list(self.twin.states)
 
     @classmethod
     def start(cls, weights: Listening, twin: Evaluation, plan: Plan, seed: int, own: bool, same: bool) -> Whole:
@@ -88,20 +94,39 @@ class Whole:
     ) -> tuple[list[Drift | LogitsDrift], Carried | None]:
         """One phase, on the twin's streams `given` and on the candidate's own -> distances, and what the next layer gets.
         All are of the sampled tokens."""
-        rounding = relative_l2(twin.streams, truth.streams)
-        forced = self.forced.run(given, turn.batch, turn.members)
-        base = self.smooth.streams(given, turn.batch, turn.members)
-        local = relative_l2(twin.streams, base)
-        said = distances(turn.seat, "forced", forced, twin, local)
-        said = [replace(d, rows=self._rows(turn), rounding=max(local, rounding) if any(d.flips.values()) else local)
-                if isinstance(d, Drift) else d for d in said]  # fmt: skip
+        forced, exact = self.forced.run(given, turn.batch, turn.members), self.twin.weights.capture(set(SCORES.values()))
+        base = self.smooth.streams(given, turn.batch, turn.members, Sites(EXACT, exact))
+        said = self._forced(turn, given, forced, twin, base, exact)
+        self.before = list(self.twin.states)
         if own is None or self.free is None:
             return said, None
         free = forced if self.free is self.forced else self.free.run(own.streams, turn.batch, turn.members)
         before = pushed(lambda x: self.nudged.streams(x, turn.batch, turn.members), given, base, own.error)
         error = grown(before, forced.streams - twin.streams)
-        predicted = float(error.norm() / twin.streams.norm())
+        rounding, predicted = relative_l2(twin.streams, truth.streams), float(error.norm() / twin.streams.norm())
         return said + distances(turn.seat, "free", free, twin, rounding, predicted), Carried(free.streams, error)
+
+    def _forced(
+        self, turn: Turn, given: Tensor, forced: Side, twin: Side, base: Tensor, exact: Capture
+    ) -> list[Drift | LogitsDrift]:
+        """The whole layer's distance from the twin's, which follows the candidate's choices where rounding explains them."""
+        local = relative_l2(twin.streams, base)
+        said = distances(turn.seat, "forced", forced, twin, local)
+        unexplained: dict[str, float] = {}
+        if any(any(d.flips.values()) for d in said if isinstance(d, Drift)):
+            followed, unexplained = self._followed(turn, given, forced, twin, exact)
+            said = distances(turn.seat, "forced", forced, followed, local)
+        return [replace(d, rows=self._rows(turn), unexplained=unexplained) if isinstance(d, Drift) else d for d in said]
+
+    def _followed(self, turn: Turn, given: Tensor, forced: Side, twin: Side, exact: Capture) -> tuple[Side, dict[str, float]]:
+        """The twin once more with the candidate's choices, and the share of tokens whose choice rounding does not explain."""
+        layer, batch = self.twin.weights, turn.batch
+        visible = (batch.positions + 1) // (layer.config.ratio(layer.layer) or 1)
+        choices = Choices.of(forced, exact, layer.block.ffn.bias, visible)
+        again = replace(self.twin, states=list(self.before))
+        y = again.streams(given, batch, turn.members, Following(self.twin.profile, choices=choices))
+        shares = {tap.split(".")[-1]: n / len(batch.ids) for tap, n in choices.unexplained.items() if n}
+        return replace(twin, streams=y, logits=again.logits(y, batch)), shares
 
     def _rows(self, turn: Turn) -> dict[str, dict[str, float | None]]:
         """How far the rows of a phase are from the twin's, and those from rows without rounding; NaN was not written."""

@@ -227,7 +227,7 @@ def test_rows_that_nothing_looks_at_yet_are_found_wrong(monkeypatch, clean):
     monkeypatch.setattr(alone.Listening, "f32", turned)
     said = [header(), *map(record, flowing(cases.plan([4], [], ["prefill"])).drift)]
     found = first_divergence(said)
-    assert (found.cause, found.layer_id, found.output, found.place) == ("layer", "layer_02", "compressed", "")
+    assert (found.cause, found.layer_id, found.output, found.place) == ("layer", "layer_02", "compressed rows that it left", "")
     assert headline(said).endswith("the layer as a whole is not: compressed rows that it left")
     right = [d.rows for d in curve(clean, "forced") if d.layer == CSA]
     assert [set(rows) for rows in right] == [{"window", "compressed"}, {"window"}]  # the sixth token ends no group

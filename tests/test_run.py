@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import jsonschema
 import pytest
 import torch
 
-from parity import candidates, cli, records
+from parity import alone, candidates, cli, records
+from parity.report import junit, markdown
 from parity.report.html import render
 from parity.report.terminal import reproduce
 from reference.presets import preset
@@ -70,6 +72,23 @@ def test_exit_1_when_a_verdict_fails_and_the_record_names_the_place(tmp_path, br
     assert again[:4] == ["v4parity", "run", "--layers", "02"]
     words = [word.strip("'") for word in again[1:]]
     assert cli.main([*words, "--out", str(tmp_path / "again")]) == 1
+
+
+def test_exit_1_when_a_whole_layer_departs_and_every_op_passes(tmp_path, monkeypatch, capsys):
+    """The two mixes of a layer exchanged: no op is wrong, and the run fails in every form it is told in."""
+    honest = alone.block
+    monkeypatch.setattr(alone, "block", lambda x, w, *rest: honest(x, replace(w, hc_attn=w.hc_ffn, hc_ffn=w.hc_attn), *rest))
+    words = ["run", "--model", "procedural:mini", "--layers", "1", "--lengths", "3", "--start-pos", "", *ONE]
+    assert run(tmp_path, *words, "--no-drift", name="ops")[0] == 0
+    code, said = run(tmp_path, *words, "--drift")
+    summary = said[-1]
+    assert (code, summary["failed"], summary["departed"], summary["passed"]) == (1, 0, 1, 2)
+    jsonschema.Draft202012Validator(records.schema()).validate(summary)
+    assert "0 failed; whole layers that depart: 1;" in capsys.readouterr().out
+    assert "1 whole layer departs from the twin" in render(said)
+    assert "passed; whole layers that depart: 1" in markdown.render(said)
+    suite = junit.render(said)
+    assert 'failures="2"' in suite and 'name="layer_01-hca-whole-decode"' in suite and "every op is right" in suite
 
 
 @pytest.mark.parametrize(

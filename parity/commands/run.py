@@ -30,8 +30,8 @@ def add_parser(subparsers: Any) -> None:
         "run",
         help="judge every kernel of a model against the twin, layer by layer",
         description="Without --model a small checkpoint is written in the released format and read back. "
-        "Exit codes: 0 all judged and passed, 1 a verdict failed, 2 usage, 3 something requested did not run or nothing "
-        "was judged, 4 bad input or environment.",
+        "Exit codes: 0 all judged and passed, 1 a verdict failed or a whole layer departs, 2 usage, 3 something requested did "
+        "not run or nothing was judged, 4 bad input or environment.",
     )
     parser.add_argument("--model", metavar="M", help="directory in the released format, or procedural:PRESET[@seed]")
     parser.add_argument("--layers", default="all", metavar="L",

@@ -1,4 +1,4 @@
-"""A run's records as JUnit XML: one test case a verdict, what was not run as skipped. Source: docs/judge.md §9."""
+"""A run's records as JUnit XML: a test case a verdict and a whole layer, skipped what was not run. Source: docs/judge.md §9."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from xml.etree import ElementTree as xml
 
+from ..locate import departures, headline
 from .terminal import place, reproduce, share
 
 Record = Mapping[str, Any]
@@ -19,13 +20,17 @@ def render(records: Sequence[Record]) -> str:
     verdicts = [r for r in records if r["record"] == "verdict"]
     missing = [r for r in records if r["record"] == "not_run"]
     unmet = sum(r["required"] for r in missing)
-    counts = {"tests": len(verdicts) + len(missing), "failures": summary["failed"], "errors": unmet,
+    whole = [r for r in records if r["record"] == "drift" and r["curve"] == "forced"]
+    counts = {"tests": len(verdicts) + len(whole) + len(missing), "errors": unmet,
+              "failures": summary["failed"] + len(departures(records, "forced")),
               "skipped": len(missing) - unmet, "time": summary["volatile"]["seconds"]}  # fmt: skip
     suite = xml.Element("testsuite", {"name": "v4parity", **{name: str(n) for name, n in counts.items()}})
     about = {"model": run["model"], "engine": run["engine"], "profile": run["profile"]["name"], "seed": run["seed"]}
     _properties(suite, {**about, **run["volatile"]})
     for verdict in verdicts:
         _case(suite, run, verdict)
+    for r in whole:
+        _whole_layer(suite, run, r)
     for r in missing:
         case = xml.SubElement(suite, "testcase", classname="v4parity", name=_legal(f"{r['op']}-{r['phase']}"), time="0")
         xml.SubElement(case, "error" if r["required"] else "skipped", message=_legal(f"not run: {r['reason']}"))
@@ -46,6 +51,14 @@ def _case(suite: xml.Element, run: Record, r: Record) -> None:
                  f"worst at {place(o['worst'])}" for o in bad]  # fmt: skip
         failure = xml.SubElement(case, "failure", message=_legal(lines[0]), type="budget")
         failure.text = _legal("\n".join([*lines, reproduce(run, r)]))
+
+
+def _whole_layer(suite: xml.Element, run: Record, r: Record) -> None:
+    case = xml.SubElement(suite, "testcase", classname=f"v4parity.{r['layer_id']}", time="0",
+                          name=f"{r['layer_id']}-{r['kind']}-whole-{r['phase']}")  # fmt: skip
+    _properties(case, {"relative_l2": r["relative_l2"], "rounding": r["rounding"]})
+    if said := headline([run, r]):
+        xml.SubElement(case, "failure", message=_legal(said), type="drift")
 
 
 def _properties(parent: xml.Element, values: Mapping[str, Any]) -> None:

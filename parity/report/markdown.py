@@ -24,9 +24,13 @@ def render(records: Sequence[Record]) -> str:
 
 
 def _outcome(summary: Record) -> str:
-    said = f"{summary['failed']} of {summary['judged']} verdicts failed" if summary["failed"] else (
-        "incomplete, something requested was not judged" if summary["exit_code"] else f"all {summary['judged']} verdicts passed"
-    )  # fmt: skip
+    if summary["failed"]:
+        said = f"{summary['failed']} of {summary['judged']} verdicts failed"
+    elif summary["departed"]:
+        said = f"all {summary['judged']} verdicts passed; whole layers that depart: {summary['departed']}"
+    else:
+        passed = f"all {summary['judged']} verdicts passed"
+        said = "incomplete, something requested was not judged" if summary["exit_code"] else passed
     return f"{said} ({summary['elements']:,} values and bytes, {summary['not_run']} ops not run)"
 
 

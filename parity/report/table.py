@@ -76,5 +76,5 @@ def _counts(chosen: Sequence[Record]) -> dict[str, int]:
     failed = sum(r["verdict"] == "fail" for r in verdicts)
     incomplete = not verdicts or any(r["required"] for r in missing)
     return {"exit_code": 1 if failed else 3 if incomplete else 0, "judged": len(verdicts), "passed": len(verdicts) - failed,
-            "failed": failed, "elements": sum(r["elements"] for r in verdicts),
+            "failed": failed, "departed": 0, "elements": sum(r["elements"] for r in verdicts),
             "not_run": len({r["op"] for r in missing} - {r["op"] for r in verdicts})}  # fmt: skip

@@ -119,8 +119,9 @@ def _print_layers(layers: Sequence[Record], console: Console) -> None:
 def _print_summary(summary: Record, console: Console) -> None:
     for note in summary["notes"]:
         console.print(f"  note: {escape(note)}", highlight=False)
+    departed = f"whole layers that depart: {summary['departed']}; " if summary["departed"] else ""
     console.print(
         f"\n{summary['judged']} ops judged over {summary['elements']:,} values and bytes: {summary['passed']} passed, "
-        f"{summary['failed']} failed; {summary['not_run']} ops not run; {summary['volatile']['seconds']} s; "
+        f"{summary['failed']} failed; {departed}{summary['not_run']} ops not run; {summary['volatile']['seconds']} s; "
         f"exit {summary['exit_code']}"
     )  # fmt: skip
