@@ -92,7 +92,7 @@ def gemm_bf16(x: Tensor, w: Tensor, dtype: torch.dtype = torch.float32, tiles: T
     require(w, "w", torch.bfloat16, (None, depth))
     if dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"y cannot be {dtype}, only float32 or bfloat16")
-    tiles = tiles or tiles_for_width(outputs, step=512)
+    tiles = tiles or tiles_for_width(outputs, step=min(max(power_of_two(depth), 16), 512))
     y = torch.empty(tokens, outputs, dtype=dtype, device=x.device)
     if y.numel():
         gemm_bf16_kernel[(ceil_div(tokens, tiles.ROWS), ceil_div(outputs, tiles.COLS))](
