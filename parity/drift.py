@@ -111,15 +111,16 @@ def distances(
 ) -> list[Drift | LogitsDrift]:
     """Of streams, and of logits where there are any."""
     c, t = side.streams, against.streams
-    flips = {
-        name: missing_share(b, a)
-        for name, a, b in (("experts", side.experts, against.experts), ("picks", side.picks, against.picks))
-        if a is not None and b is not None
-    }
     numbers = metrics.relative_l2(c, t), metrics.cosine(c, t), *seat.at(_worst_row(c, t))
-    said = Drift(seat.layer, seat.phase, curve, *numbers, flips, rounding, predicted, side.error)
+    said = Drift(seat.layer, seat.phase, curve, *numbers, flips(side, against), rounding, predicted, side.error)
     logits = logits_drift(seat, curve, side, against)
     return [said, logits] if logits else [said]
+
+
+def flips(side: Side, against: Side) -> dict[str, float]:
+    """Share of the choices of `against` that are not those of `side`, of experts and index entries, where both have some."""
+    pairs = ("experts", side.experts, against.experts), ("picks", side.picks, against.picks)
+    return {name: missing_share(b, a) for name, a, b in pairs if a is not None and b is not None}
 
 
 def logits_drift(seat: Seat, curve: Curve, side: Side, against: Side) -> LogitsDrift | None:

@@ -11,7 +11,6 @@ from reference.rounding import Sites
 
 from .drift import CHOICES, Side
 from .locate import DEPARTS
-from .taps import Capture
 
 EXPERTS, PICKS = CHOICES
 SCORES = {EXPERTS: "ffn.gate.scores", PICKS: "attn.indexer.scores"}  # taps of what each choice goes by
@@ -40,32 +39,45 @@ def _members(chosen: Tensor, n: int) -> Tensor:
 
 @dataclass
 class Choices:
-    """Another side's choices [t, k] by tap, not yet asked for. `exact`: the scores they go by in the same layer without
-    rounding, part by part as taps show them; `bias` of the router, None where token ids choose; `visible`: how many
-    compressed rows each token [t] may choose among. `unexplained` counts, by tap, the tokens whose choice rounding does not
-    explain; `heard` are the scores since the last choice."""
+    """Another side's choices [t, k] by tap, not yet asked for."""
 
     other: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, side: Side) -> Choices:
+        """Those of a side, from the first token on."""
+        given = zip(CHOICES, (side.experts, side.picks), strict=True)
+        return cls({tap: x.long() for tap, x in given if x is not None})
+
+    def hear(self, scores: Tensor) -> None:
+        """What the next choice goes by, or a part of it."""
+
+    def made(self, tap: str, own: Tensor) -> Tensor:
+        """The choice of the next tokens, who would choose `own` [t, k]."""
+        other, self.other[tap] = self.other[tap][: len(own)], self.other[tap][len(own) :]
+        return other[:, : own.shape[1]]
+
+
+@dataclass
+class Explained(Choices):
+    """Choices that are followed where rounding explains them. `exact`: the scores they go by in the same layer without
+    rounding, part by part as taps show them; `bias` of the router, None where token ids choose; `visible`: how many compressed
+    rows each token [t] may choose among. `unexplained` counts, by tap, the tokens whose choice rounding does not explain."""
+
     exact: dict[str, list[Tensor]]
     bias: Tensor | None
     visible: Tensor
     heard: list[Tensor] = field(default_factory=list)
     unexplained: dict[str, int] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, side: Side, exact: Capture, bias: Tensor | None, visible: Tensor) -> Choices:
-        """Those of a side, from the first token on."""
-        given = zip(CHOICES, (side.experts, side.picks), strict=True)
-        other = {tap: x.long() for tap, x in given if x is not None}
-        return cls(other, {tap: list(exact.parts(SCORES[tap])) for tap in other}, bias, visible)
+    def hear(self, scores: Tensor) -> None:
+        self.heard.append(scores)
 
-    def merged(self, tap: str, own: Tensor) -> Tensor:
-        """The other side's choice for the next tokens where rounding explains it, elsewhere their own [t, k]."""
-        t = len(own)
-        other, self.other[tap] = self.other[tap][:t], self.other[tap][t:]
-        right = explained(own, other, *(self._by_score(own) if tap == EXPERTS else self._by_row(t)))
+    def made(self, tap: str, own: Tensor) -> Tensor:
+        """The other side's choice where rounding explains it, elsewhere their own."""
+        right = explained(own, self.other[tap][: len(own)], *(self._by_score(own) if tap == EXPERTS else self._by_row(own)))
         self.unexplained[tap] = self.unexplained.get(tap, 0) + int((~right).sum())
-        return torch.where(right[:, None], other[:, : own.shape[1]], own)
+        return torch.where(right[:, None], super().made(tap, own), own)
 
     def _by_score(self, own: Tensor) -> tuple[Tensor, Tensor]:
         """What experts were chosen by; where token ids choose, nothing is near."""
@@ -74,19 +86,19 @@ class Choices:
             return (_members(own, scores.shape[1]).double(),) * 2
         return scores + self.bias, exact + self.bias
 
-    def _by_row(self, t: int) -> tuple[Tensor, Tensor]:
+    def _by_row(self, own: Tensor) -> tuple[Tensor, Tensor]:
         """What compressed rows were chosen by."""
         parts = [self.exact[PICKS].pop(0) for _ in self.heard]
         scores, exact = (torch.cat(x) for x in (self.heard, parts))
         self.heard.clear()
-        visible, self.visible = self.visible[:t], self.visible[t:]
+        visible, self.visible = self.visible[: len(own)], self.visible[len(own) :]
         hidden = torch.arange(scores.shape[1]) >= visible[:, None]
         return scores.masked_fill(hidden, -torch.inf), exact
 
 
 @dataclass(frozen=True)
 class Following(Sites):
-    """Sites where choices are another side's wherever rounding explains them; a tap still sees the own ones."""
+    """Sites where choices are another side's; a tap still sees the own ones."""
 
     choices: Choices = field(kw_only=True)
 
@@ -94,5 +106,5 @@ class Following(Sites):
         x = super().__call__(site, x, spare)
         name = self.path + site
         if name in SCORES.values():
-            self.choices.heard.append(x)
-        return self.choices.merged(name, x) if name in self.choices.other else x
+            self.choices.hear(x)
+        return self.choices.made(name, x) if name in self.choices.other else x

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from reference.rounding import EXACT, Sites
+from reference.rounding import EXACT
 from reference.state import Batch, LayerState
 
 from .alone import Alone, Listening
 from .cases import Plan
-from .drift import Drift, LogitsDrift, Seat, Side, distances, grown, pushed
+from .drift import Drift, LogitsDrift, Seat, Side, distances, flips, grown, pushed
 from .evaluation import Evaluation
-from .following import SCORES, Choices, Following
+from .following import SCORES, Choices, Explained, Following
 from .judge import finite_or_none
 from .metrics import relative_l2
 from .taps import Capture
@@ -94,37 +94,37 @@ class Whole:
     ) -> tuple[list[Drift | LogitsDrift], Carried | None]:
         """One phase, on the twin's streams `given` and on the candidate's own -> distances, and what the next layer gets.
         All are of the sampled tokens."""
-        forced, exact = self.forced.run(given, turn.batch, turn.members), self.twin.weights.capture(set(SCORES.values()))
-        base = self.smooth.streams(given, turn.batch, turn.members, Sites(EXACT, exact))
-        said = self._forced(turn, given, forced, twin, base, exact)
+        forced, spare = self.forced.run(given, turn.batch, turn.members), self.smooth.fork(EXACT)
+        exact = self.twin.weights.capture({*SCORES, *SCORES.values()})
+        smooth = self.smooth.run(given, turn.batch, turn.members, exact)
+        same = smooth.streams if not any(flips(smooth, twin).values()) else _follow(spare, turn, given, Choices.of(twin))
+        said = self._forced(turn, given, forced, twin, relative_l2(twin.streams, same), exact)
         self.before = list(self.twin.states)
         if own is None or self.free is None:
             return said, None
         free = forced if self.free is self.forced else self.free.run(own.streams, turn.batch, turn.members)
-        before = pushed(lambda x: self.nudged.streams(x, turn.batch, turn.members), given, base, own.error)
+        before = pushed(lambda x: self.nudged.streams(x, turn.batch, turn.members), given, smooth.streams, own.error)
         error = grown(before, forced.streams - twin.streams)
         rounding, predicted = relative_l2(twin.streams, truth.streams), float(error.norm() / twin.streams.norm())
         return said + distances(turn.seat, "free", free, twin, rounding, predicted), Carried(free.streams, error)
 
     def _forced(
-        self, turn: Turn, given: Tensor, forced: Side, twin: Side, base: Tensor, exact: Capture
+        self, turn: Turn, given: Tensor, forced: Side, twin: Side, local: float, exact: Capture
     ) -> list[Drift | LogitsDrift]:
         """The whole layer's distance from the twin's, which follows the candidate's choices where rounding explains them."""
-        local = relative_l2(twin.streams, base)
-        said = distances(turn.seat, "forced", forced, twin, local)
         unexplained: dict[str, float] = {}
-        if any(any(d.flips.values()) for d in said if isinstance(d, Drift)):
-            followed, unexplained = self._followed(turn, given, forced, twin, exact)
-            said = distances(turn.seat, "forced", forced, followed, local)
+        if any(flips(forced, twin).values()):
+            twin, unexplained = self._followed(turn, given, forced, twin, exact)
+        said = distances(turn.seat, "forced", forced, twin, local)
         return [replace(d, rows=self._rows(turn), unexplained=unexplained) if isinstance(d, Drift) else d for d in said]
 
     def _followed(self, turn: Turn, given: Tensor, forced: Side, twin: Side, exact: Capture) -> tuple[Side, dict[str, float]]:
         """The twin once more with the candidate's choices, and the share of tokens whose choice rounding does not explain."""
-        layer, batch = self.twin.weights, turn.batch
+        layer, batch, again = self.twin.weights, turn.batch, replace(self.twin, states=list(self.before))
         visible = (batch.positions + 1) // (layer.config.ratio(layer.layer) or 1)
-        choices = Choices.of(forced, exact, layer.block.ffn.bias, visible)
-        again = replace(self.twin, states=list(self.before))
-        y = again.streams(given, batch, turn.members, Following(self.twin.profile, choices=choices))
+        other = Choices.of(forced).other
+        choices = Explained(other, {tap: list(exact.parts(SCORES[tap])) for tap in other}, layer.block.ffn.bias, visible)
+        y = _follow(again, turn, given, choices)
         shares = {tap.split(".")[-1]: n / len(batch.ids) for tap, n in choices.unexplained.items() if n}
         return replace(twin, streams=y, logits=again.logits(y, batch)), shares
 
@@ -142,3 +142,8 @@ class Whole:
             for name, (c, t, exact) in joined.items()
             if len(t)
         }
+
+
+def _follow(evaluation: Evaluation, turn: Turn, given: Tensor, choices: Choices) -> Tensor:
+    """Streams behind the layer with these choices, from the states before the phase."""
+    return evaluation.streams(given, turn.batch, turn.members, Following(evaluation.profile, choices=choices))

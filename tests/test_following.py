@@ -15,7 +15,7 @@ from judge_cases import HOW
 
 from optimized import attention as wiring
 from optimized import moe
-from parity import cases, drift, following, records, run
+from parity import cases, drift, following, records, run, whole
 from parity.flow import Flow, Setting
 from parity.following import explained
 from parity.locate import DEPARTS, first_divergence, headline
@@ -123,6 +123,27 @@ def test_choices_beyond_rounding_are_a_wrong_layer_and_nearer_ones_are_followed(
     followed = layer_of(plan, CSA)
     assert followed.flips == wrong.flips and not followed.unexplained and said_of(followed) == ""
     assert 0 < followed.relative_l2 < min(followed.rounding, wrong.relative_l2 / DEPARTS)
+
+
+def test_what_a_layer_rounds_is_measured_on_the_same_choices(monkeypatch):
+    """A prompt whose token behind it nearly ties: without rounding another expert is chosen, and that is not taken for
+    rounding; nor is the candidate's choice, which is a third one, taken for an error."""
+    honest, followed = whole._follow, []
+
+    def follow(evaluation, *rest):
+        followed.append(evaluation.profile.name)
+        return honest(evaluation, *rest)
+
+    monkeypatch.setattr(whole, "_follow", follow)
+    run.one_thread()
+    flow = Flow.start(Setting(STORE, profile("pool-fp8"), cases.plan([9], [127], ["decode"]), (), HOW, 101, whole=True))
+    flow.begin_with_tokens()
+    for layer in range(CSA + 1):
+        assert list(flow.run_layer(layer)) == []
+    last = {d.curve: d for d in flow.drift if d.layer == CSA and d.phase == "decode"}
+    forced = last["forced"]
+    assert set(followed) == {"exact", "pool-fp8"} and forced.flips["experts"] > 0 and not forced.unexplained
+    assert forced.relative_l2 < forced.rounding < last["rounding"].relative_l2 / 8
 
 
 def test_where_token_ids_choose_nothing_else_is_right(monkeypatch):
