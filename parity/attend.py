@@ -62,8 +62,8 @@ def queries_expected(step: Step, op: str, stored: StoredOutputs) -> Expectations
     q, _ = _projections(step)
     attn = step.block.attn
     normed = spans.rms_norm(exact(q), torch.ones(attn.head_dim, dtype=torch.float64), attn.eps, step.how)
-    cos, sin = (x.double() for x in _turn(step))
-    return {op: Expectation(Dense(spans.rotate(normed, cos, sin, step.how), "bf16", "thd"), step.places)}
+    turned = spans.rotate(normed, *step.table(step.batch.positions), step.how)
+    return {op: Expectation(Dense(turned, "bf16", "thd"), step.places)}
 
 
 def window_places(step: Step) -> Tensor:
@@ -103,8 +103,7 @@ def window_expected(step: Step, op: str, stored: StoredOutputs) -> Expectations:
     """Norm with a weight, rotation and quantiser as one span; the last rows of each sequence land in its ring, as bytes."""
     attn = step.block.attn
     normed = spans.rms_norm(exact(_projections(step)[1]), attn.kv_norm, attn.eps, step.how)
-    cos, sin = (x.double() for x in _turn(step))
-    row = spans.rotate(normed, cos, sin, step.how)
+    row = spans.rotate(normed, *step.table(step.batch.positions), step.how)
     out = {**rows_expected(row, step, stored, "td", step.places), **untouched(stored)}
     if not step.direct:
         end = torch.tensor(step.ends)[step.places.labels["sequence"]]
@@ -171,9 +170,8 @@ def attention_expected(step: Step, op: str, stored: StoredOutputs) -> Expectatio
         some, absent = visible_rows(step, b, here)
         parts.append(spans.sink_attention(step.capture["attn.q"][here], some, absent, attn.sink, step.how))
     o = Bounded(torch.cat([p.value for p in parts]), torch.cat([p.bound for p in parts]))
-    cos, sin = (x.double() for x in _turn(step, tokens))
     places = Places({name: values[tokens] for name, values in step.places.labels.items()})
-    turned = spans.rotate(o, cos, sin, step.how, inverse=True)
+    turned = spans.rotate(o, *step.table(step.batch.positions[tokens]), step.how, inverse=True)
     return {"attn.o_rotated": Expectation(Dense(turned, "bf16", "thd"), places), **untouched(stored)}
 
 

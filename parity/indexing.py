@@ -55,8 +55,8 @@ def queries(step: Step, op: str) -> dict[str, Stored]:
 
 def queries_expected(step: Step, op: str, stored: StoredOutputs) -> Expectations:
     """Rotation and Hadamard as one span into the quantiser; a weight meets one factor, which is itself rounded."""
-    q, weights, cos, sin = _query(step)
-    turned = spans.hadamard(spans.rotate(exact(q), cos.double(), sin.double(), step.how), step.how)
+    q, weights, _, _ = _query(step)
+    turned = spans.hadamard(spans.rotate(exact(q), *step.table(step.batch.positions), step.how), step.how)
     factor = _indexer(step).head_dim ** -0.5 * _indexer(step).n_heads ** -0.5
     scaled = weights.double() * factor
     one_sided = Dense(Bounded(scaled, 2 * step.how.u * scaled.abs()), "f32", "th", fair=False)  # the factor is one number

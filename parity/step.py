@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from optimized.engine import FORMS, Form
+from optimized.rope import rope_table
 from reference.block import Block
 from reference.config import Config, Kind
 from reference.hyper_connection import HyperHead
@@ -21,7 +22,7 @@ from reference.mtp import MTP
 from reference.rounding import Sites
 from reference.state import Batch, LayerState
 
-from .budget.bounded import Arithmetic
+from .budget.bounded import Arithmetic, Bounded, exact
 from .cases import MAX_DRAFT
 from .judge import Places, Stored
 from .pour import PouredKeys, PouredPool, pour, pour_keys
@@ -96,6 +97,11 @@ class Step:
     def ends(self) -> list[int]:
         """Tokens each sequence has after this step."""
         return [int(self.batch.positions[s.stop - 1]) + 1 for s in self.batch.sequences()]
+
+    def table(self, positions: Tensor) -> tuple[Bounded, Bounded]:
+        """cos and sin [t, n] that rows at these positions are turned by: the candidate's own, a payload."""
+        cos, sin = rope_table(self.config, self.layer, positions)
+        return exact(cos), exact(sin)
 
     @property
     def direct(self) -> bool:

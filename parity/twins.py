@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from optimized.pool.geometry import BLOCK_TOKENS, pooled_tokens
-from optimized.rope import rope_table
 from reference import formats
 from reference.compressor import Compressor, overlap
 from reference.linear import Linear
@@ -70,14 +69,16 @@ def gemm(step: Step, op: str, stored: StoredOutputs) -> Expectations:
 
 
 def table(step: Step, op: str, stored: StoredOutputs) -> Expectations:
-    """cos and sin of the float32 product of position and frequency; frequencies may differ by a few ulps, one way for
-    all positions."""
-    rope, positions = step.block.attn.rope, step.batch.positions
-    angle = (positions.float()[:, None] * rope.frequencies(torch.float32)).double()
+    """Frequencies may differ one way for all positions."""
+    both = dict(zip(("cos", "sin"), bounded_table(step, step.batch.positions), strict=True))
+    return {name: Expectation(Dense(x, "f32", "td", fair=False), step.places) for name, x in both.items()}
+
+
+def bounded_table(step: Step, positions: Tensor) -> tuple[Bounded, Bounded]:
+    """cos and sin [t, n] of the float32 product of position and frequency, which may be off by a few ulps."""
+    angle = (positions.float()[:, None] * step.block.attn.rope.frequencies(torch.float32)).double()
     bound = (2 * FREQUENCY_ULPS + 2) * step.how.u * angle.abs() + 2 * FUNCTION_ULPS * step.how.u
-    both = {"cos": angle.cos(), "sin": angle.sin()}
-    expected = {name: Dense(Bounded(value, bound), "f32", "td", fair=False) for name, value in both.items()}
-    return {name: Expectation(dense, step.places) for name, dense in expected.items()}
+    return Bounded(angle.cos(), bound), Bounded(angle.sin(), bound)
 
 
 def compressed_rows(step: Step, op: str, stored: StoredOutputs) -> Expectations:
@@ -135,8 +136,7 @@ def _pooled(compressor: Compressor, before: CompressorState | None, values: Tens
 def _finished(step: Step, compressor: Compressor, pooled: Bounded, entry: Tensor) -> Bounded:
     """Norm, and rotation by the candidate's own table: the table is an op of its own."""
     normed = spans.rms_norm(pooled, compressor.norm, compressor.eps, step.how)
-    cos, sin = rope_table(step.config, step.layer, entry * compressor.ratio)
-    return spans.rotate(normed, cos.double(), sin.double(), step.how)
+    return spans.rotate(normed, *step.table(entry * compressor.ratio), step.how)
 
 
 def _row_places(step: Step, sequence: Tensor, entry: Tensor, ratio: int) -> Places:

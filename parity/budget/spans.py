@@ -40,19 +40,26 @@ def rms_norm(x: Bounded, weight: Tensor, eps: float, how: Arithmetic) -> Bounded
     return Bounded(value, value.abs() * common + weight.abs() * x.bound * factor * (1 + common))
 
 
-def rotate(x: Bounded, cos: Tensor, sin: Tensor, how: Arithmetic, inverse: bool = False) -> Bounded:
-    """Adjacent pairs of the last 2·n channels of x [t, d] or [t, h, d] turned by tables [t, n], exact payloads.
+def rotate(x: Bounded, cos: Bounded, sin: Bounded, how: Arithmetic, inverse: bool = False) -> Bounded:
+    """Adjacent pairs of the last 2·n channels of x [t, d] or [t, h, d] turned by tables [t, n], which are payloads, or known
+    within a bound.
 
-    A product and a sum each: 2u(|x||cos| + |y||sin|), and the pair's own errors turned likewise.
+    A product and a sum each: 2u(|x||cos| + |y||sin|), the pair's own errors turned likewise, and the tables' times the pair.
     """
-    value = rope.rotate(x.value, (cos, sin), inverse)
+    value = rope.rotate(x.value, (cos.value, sin.value), inverse)
     if x.value.ndim == 3:
         cos, sin = cos[:, None], sin[:, None]  # [t, 1, n]
-    still, turning = x.split_last(2 * cos.shape[-1])
-    even, odd, cos, sin = turning[..., 0::2], turning[..., 1::2], cos.abs(), sin.abs()
-    own = 2 * how.u * torch.stack([even.largest * cos + odd.largest * sin, odd.largest * cos + even.largest * sin], -1)
-    inherited = torch.stack([even.bound * cos + odd.bound * sin, odd.bound * cos + even.bound * sin], -1)
-    return Bounded(value, torch.cat([still.bound, (own + inherited).flatten(-2)], -1))
+    still, turning = x.split_last(2 * cos.value.shape[-1])
+    even, odd = turning[..., 0::2], turning[..., 1::2]
+    own = 2 * how.u * _turned(even.largest, odd.largest, cos.largest, sin.largest)
+    inherited = _turned(even.bound, odd.bound, cos.value.abs(), sin.value.abs())
+    tables = _turned(even.largest, odd.largest, cos.bound, sin.bound)
+    return Bounded(value, torch.cat([still.bound, (own + inherited + tables).flatten(-2)], -1))
+
+
+def _turned(even: Tensor, odd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """What both channels of each pair come to, all signs alike [..., n, 2]."""
+    return torch.stack([even * cos + odd * sin, odd * cos + even * sin], -1)
 
 
 def hadamard(x: Bounded, how: Arithmetic) -> Bounded:

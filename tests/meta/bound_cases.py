@@ -75,7 +75,7 @@ def rotate_case(seed: int, how: Arithmetic):
     g = generator(seed)
     x, angle = uneven(g, 30, 128), torch.rand(30, 32, generator=g) * 100
     cos, sin = angle.cos(), angle.sin()
-    return turned(x, cos, sin), spans.rotate(exact(x), cos.double(), sin.double(), how)
+    return turned(x, cos, sin), spans.rotate(exact(x), exact(cos), exact(sin), how)
 
 
 def butterflies(x: Tensor) -> Tensor:

@@ -32,7 +32,8 @@ def square(x: Bounded) -> Bounded:
 GROW = {
     "dot": lambda x: dot(x, exact(ONES), HOW),
     "norm": lambda x: spans.rms_norm(x, WEIGHT, 1e-6, HOW),
-    "rotate": lambda x: spans.rotate(x, COS, (1 - COS**2).sqrt(), HOW),
+    "rotate": lambda x: spans.rotate(x, exact(COS), exact((1 - COS**2).sqrt()), HOW),
+    "rotate by a table": lambda x: spans.rotate(x, Bounded(COS, x.bound[:, :1]), Bounded(COS, x.bound[:, 1:2]), HOW),
     "hadamard": lambda x: spans.hadamard(x, HOW),
     "pooled": lambda x: spans.pooled(x[None], x[None], HOW),
     "pooled by gates": lambda x: spans.pooled(exact(x.value)[None], x[None], HOW),
@@ -48,7 +49,7 @@ GROW = {
 # Operations that are linear in an exact input [8, 128], or pass its size on.
 LINEAR = {
     "dot": lambda x: dot(exact(x), exact(ONES), HOW),
-    "rotate": lambda x: spans.rotate(exact(x), COS, (1 - COS**2).sqrt(), HOW),
+    "rotate": lambda x: spans.rotate(exact(x), exact(COS), exact((1 - COS**2).sqrt()), HOW),
     "hadamard": lambda x: spans.hadamard(exact(x), HOW),
     "index scores": lambda x: spans.index_scores(x[:, None], WEIGHT[:8, None], ONES, HOW),
     "spread": lambda x: mixes.spread_streams(x, x[:, None], ONES[:, :1], ONES[:, :1, None], HOW),
