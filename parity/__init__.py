@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-# Before anything loads torch: threads that wait for the next loop sleep. Spinning, torch's and numba's teams take the
-# cores from each other, and from everybody else.
+# Before anything loads torch: threads that wait for the next loop look for it a few tenths of a millisecond long, then
+# sleep. Looking on, they take the cores from each other and from everybody else; asleep at once, they are woken beside
+# the thread that wakes them, on its core.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 if TYPE_CHECKING:
     from .single.calling import judge_op as judge_op

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from .model import Model
 from .state import SequenceState
+
+FEW = 32  # tokens of a step up to which one thread is quicker than two that wake each other
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,23 @@ def extend(
 ) -> Iterator[int]:
     """The tokens that `text` still lacks of `max_new_tokens`, as they come; it holds each when it is given."""
     while len(text.made) < max_new_tokens and text.made[-1:] != [model.config.eos_token_id]:
-        x = model.forward([torch.tensor(text.ids[text.state.length :], dtype=torch.long)], [text.state], on_layer)
-        text.ids.append(sample(model.logits(x[-1:])[0].cpu(), sampling, text.generator))
+        logits = step(model, torch.tensor(text.ids[text.state.length :], dtype=torch.long), text.state, on_layer)
+        text.ids.append(sample(logits.cpu(), sampling, text.generator))
         yield text.ids[-1]
+
+
+def step(model: Model, ids: Tensor, state: SequenceState, on_layer: Callable[[int, Tensor], None] | None = None) -> Tensor:
+    """The next tokens ids [t] of one sequence -> the logits [vocab] behind the last; the state moves on."""
+    with _threads_of_torch(1 if model.loader.products and len(ids) <= FEW else torch.get_num_threads()):
+        return model.logits(model.forward([ids], [state], on_layer)[-1:])[0]
+
+
+@contextmanager
+def _threads_of_torch(count: int) -> Iterator[None]:
+    """Products have threads of their own; what torch is left with is small, and waking a thread takes longer."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

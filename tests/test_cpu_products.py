@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import TINY, MemoryStore, tiny_store
 
-from optimized.cpu import fused
+from optimized.cpu import fused, vnni
 from optimized.cpu.fused import SCALES, Products, best
 from reference.checkpoint.dequantize import dequantize
 from reference.checkpoint.procedural import ProceduralStore
@@ -161,8 +161,8 @@ def test_inputs_of_any_range_are_multiplied_as_exactly(kernels, monkeypatch):
         assert found.pop("subnormal") > RELATIVE_L2
     assert max(found.values()) <= RELATIVE_L2, found
     if kernels == "vnni":
-        integers = fused._integers
-        monkeypatch.setattr(fused, "_integers", lambda x: (*integers(x)[:3], torch.zeros(len(x), dtype=torch.bool)))
+        prepare = vnni.prepare_few
+        monkeypatch.setattr(vnni, "prepare_few", lambda *into: [prepare(*into), into[-1].fill(False)])
         lost = hard_errors(Products(kernels))
         assert lost["huge"] > RELATIVE_L2 and all(e <= RELATIVE_L2 for name, e in lost.items() if name != "huge")
 

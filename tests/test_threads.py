@@ -21,9 +21,10 @@ def test_drawing_keeps_torchs_thread_count():
     assert child.stdout.split() == ["1"]
 
 
-def test_waiting_threads_sleep():
+def test_waiting_threads_soon_sleep():
     """Set before torch is loaded, or its runtime does not see it."""
-    code = "import os, sys, parity; print('torch' in sys.modules, os.environ['OMP_WAIT_POLICY'])"
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    code = f"import os, sys, parity; print('torch' in sys.modules, *(os.environ[name] for name in {names}))"
+    environment = {name: value for name, value in os.environ.items() if name not in names}
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
-    assert child.stdout.split() == ["False", "passive"]
+    assert child.stdout.split() == ["False", "passive", "20000"]

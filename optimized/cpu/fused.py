@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,10 +16,12 @@ from reference.checkpoint.manifest import FP4_BLOCK, FP8_BLOCK, cdiv
 from reference.checkpoint.threads import threads_for
 from reference.errors import BadInput
 
+if TYPE_CHECKING:
+    from .packing import Packed
+
 KERNELS = ("vnni", "avx512", "vector", "plain", "torch")  # in order of speed
 SCALES = (1, 240)  # bytes from a normal number to one that 2^14 times does not overflow
 _WIDTH = 128  # columns of a block of the vector kernels
-T = TypeVar("T")
 _FLOATS = (torch.float32, torch.float64)
 
 Job = tuple[Tensor, Tensor | None, Tensor, int, int]  # weight, scale, x [t, in], rows [start, stop)
@@ -73,18 +75,20 @@ class Products:
 
         Raises ValueError for rows or widths outside the weight.
         """
-        for job in jobs:
-            _check_job(*job)
-        out = [x.new_empty(x.shape[0], stop - start) for _, _, x, start, stop in jobs]
+        out: list[Tensor] = []
         alike: dict[tuple[torch.dtype, int, torch.dtype], list[int]] = {}
+        work = 0
         for i, job in enumerate(jobs):
-            self.multiply_adds += out[i].numel() * job[2].shape[1]
+            _check_job(*job)
+            weight, _, x, start, stop = job
+            out.append(x.new_empty(len(x), stop - start))
+            work += out[i].numel() * x.shape[1]
             if out[i].numel():
-                alike.setdefault((job[0].dtype, job[2].shape[1], job[2].dtype), []).append(i)
-        for kind, indices in alike.items():
-            run = _runner(self.kernels, *kind)
-            with threads_for(sum(_nbytes(jobs[i]) for i in indices)):
-                run(self.kernels, [jobs[i] for i in indices], [out[i] for i in indices])
+                alike.setdefault((weight.dtype, x.shape[1], x.dtype), []).append(i)
+        self.multiply_adds += work
+        with threads_for(work):
+            for kind, indices in alike.items():
+                _runner(self.kernels, *kind)(self.kernels, [jobs[i] for i in indices], [out[i] for i in indices])
         return out
 
 
@@ -132,13 +136,8 @@ def _columns(weight: Tensor) -> int:
     return weight.shape[1] * (2 if weight.dtype == torch.int8 else 1)
 
 
-def _nbytes(job: Job) -> int:
-    weight, _, x, start, stop = job
-    return (stop - start) * weight.shape[1] * weight.itemsize * x.shape[0]
-
-
 def _run_vector(kernels: str, jobs: list[Job], out: list[Tensor]) -> None:
-    from . import vector
+    from . import packing, vector
 
     stored, tables = jobs[0][0].dtype, kernels != "vector"  # tables are read by the permutations of AVX-512
     order = None
@@ -149,8 +148,7 @@ def _run_vector(kernels: str, jobs: list[Job], out: list[Tensor]) -> None:
         code, height, scaled, order = vector.E2M1 if tables else vector.E2M1_HALF, 1, _WIDTH // FP4_BLOCK, vector.BY_NIBBLE
     else:
         code, height, scaled = vector.BF16, 1, 0
-    packed = _once_each(lambda x: _ordered(x, order), jobs)
-    held = [(weight.contiguous(), None if scale is None else scale.contiguous()) for weight, scale, *_ in jobs]
+    held, packed = _contiguous(jobs), packing.in_order([x for _, _, x, _, _ in jobs], order)
     table = _table(jobs, held, packed, out)
     width, row_bytes = jobs[0][2].shape[1], jobs[0][0].shape[1] * jobs[0][0].itemsize
     blocks = width // _WIDTH
@@ -159,78 +157,33 @@ def _run_vector(kernels: str, jobs: list[Job], out: list[Tensor]) -> None:
 
 
 def _run_vnni(kernels: str, jobs: list[Job], out: list[Tensor]) -> None:
-    from . import vector
+    from . import packing, vector
 
-    split = _once_each(_split, jobs)
-    stored = [(weight.contiguous(), scale.contiguous()) for weight, scale, *_ in jobs if scale is not None]
-    found = [y if rest is None else y.new_empty(y.shape[0] + rest.shape[0], y.shape[1])
-             for y, (_, rest) in zip(out, split, strict=True)]  # fmt: skip
-    table, width = _table(jobs, stored, [packed for packed, _ in split], found), jobs[0][2].shape[1]
+    packed, stored, width = packing.in_integers([x for _, _, x, _, _ in jobs]), _contiguous(jobs), jobs[0][2].shape[1]
+    found = [y if rest is None else y.new_empty(t, y.shape[1])
+             for y, t, rest in zip(out, packed.tokens, packed.rests, strict=True)]  # fmt: skip
     held, scaled, blocks = _WIDTH // 2, _WIDTH // FP4_BLOCK, width // _WIDTH
+    table = _table(jobs, stored, packed, found)
     vector.product(vector.E2M1_BYTES, np.float32(0), table, held, width // 2, width // FP4_BLOCK, 1, scaled, blocks)
-    for y, more, (_, rest) in zip(out, found, split, strict=True):
+    for y, more, rest in zip(out, found, packed.rests, strict=True):
         if rest is not None:
             y.copy_(more[: len(y)]).index_add_(0, rest, more[len(y) :])
 
 
-def _table(jobs: list[Job], held: Sequence[tuple[Tensor, Tensor | None]], packed: list[Tensor], out: list[Tensor]) -> Any:
+def _contiguous(jobs: list[Job]) -> list[tuple[Tensor, Tensor | None]]:
+    return [(weight.contiguous(), None if scale is None else scale.contiguous()) for weight, scale, *_ in jobs]
+
+
+def _table(jobs: list[Job], held: Sequence[tuple[Tensor, Tensor | None]], packed: Packed, out: list[Tensor]) -> Any:
     """The jobs as the kernels take them: addresses only, so that the tensors must be held meanwhile."""
     from .vector import GROUP
 
     table, tasks = [], 0
-    for (_, _, _, start, stop), (weight, scale), x, y in zip(jobs, held, packed, out, strict=True):
+    for (_, _, _, start, stop), (weight, scale), x, y in zip(jobs, held, packed.addresses, out, strict=True):
         tasks += (stop - 1) // GROUP - start // GROUP + 1
-        at = weight.data_ptr(), 0 if scale is None else scale.data_ptr(), x.data_ptr(), y.data_ptr()
+        at = weight.data_ptr(), 0 if scale is None else scale.data_ptr(), x, y.data_ptr()
         table.append((*at, start, stop, y.shape[0], y.stride(0) * y.itemsize, tasks))
     return np.array(table, np.int64)
-
-
-def _once_each(pack: Callable[[Tensor], T], jobs: list[Job]) -> list[T]:
-    """Of every job's input; those of several jobs are packed once."""
-    found: dict[object, T] = {}
-    places = [(x.data_ptr(), x.shape, x.stride()) for _, _, x, _, _ in jobs]
-    for place, job in zip(places, jobs, strict=True):
-        if place not in found:
-            found[place] = pack(job[2])
-    return [found[place] for place in places]
-
-
-def _ordered(x: Tensor, order: Any) -> Tensor:
-    """x [t, in] as the vector kernels take it, [in/128, padded t, 128]."""
-    from . import vector
-
-    if x.shape[0] == 1 and order is None:
-        return x.contiguous()
-    out = x.new_empty(x.shape[1] // _WIDTH, vector.few_padded(x.shape[0]), _WIDTH)
-    vector.pack(x.contiguous().numpy(), vector.NATURAL if order is None else order, out.numpy())
-    return out
-
-
-def _split(x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """x [t, in] as `vnni` takes it, and the tokens of which a rest follows as tokens of their own, if any."""
-    from . import vector, vnni
-
-    integers, exponents, tops, wide = _integers(x)
-    rest = wide.nonzero()[:, 0] if wide.any() else None
-    if rest is not None:
-        step = (exponents[rest] - vnni.BITS).repeat_interleave(vnni.UNIT, 1)
-        left = x[rest].double() - torch.ldexp(integers[rest].double(), step)
-        more = _integers(left.float())
-        integers, exponents, tops = (torch.cat(pair) for pair in zip((integers, exponents, tops), more[:3], strict=True))
-    padded = vector.few_padded(integers.shape[0])
-    out = torch.empty(x.shape[1] // _WIDTH * padded * vnni.PACKED + 8 * padded, dtype=torch.uint8)
-    vnni.pack(integers.numpy(), exponents.numpy(), tops.numpy(), padded, out.numpy())
-    return out, rest
-
-
-def _integers(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from . import vnni
-
-    integers = torch.empty(x.shape, dtype=torch.int32)
-    exponents = integers.new_empty(x.shape[0], x.shape[1] // vnni.UNIT)
-    tops, wide = integers.new_empty(x.shape[0]), torch.empty(x.shape[0], dtype=torch.bool)
-    vnni.split(x.contiguous().numpy(), integers.numpy(), exponents.numpy(), tops.numpy(), wide.numpy())
-    return integers, exponents, tops, wide
 
 
 def _run_plain(kernels: str, jobs: list[Job], out: list[Tensor]) -> None:

@@ -294,10 +294,29 @@ def product(code, number, jobs, held, ldw, lds, height, scaled, blocks):
         _task(code, number, jobs, held, ldw, lds, height, scaled, blocks, task)
 
 
+@njit(nogil=True)
+def _pack_block(x, firsts, order, out, k):
+    blocks, at = x.shape[1] // BLOCK, 0
+    for i in range(len(firsts) - 1):
+        tokens = firsts[i + 1] - firsts[i]
+        padded = few_padded(tokens)
+        for t in range(padded):
+            place = at + (k * padded + t) * BLOCK
+            for c in range(BLOCK):
+                out[place + c] = x[firsts[i] + t, k * BLOCK + order[c]] if t < tokens else 0
+        at += blocks * padded * BLOCK
+
+
+@njit(parallel=True, nogil=True, cache=True)
+def pack(x, firsts, order, out):
+    """Tokens x [t, in] of several inputs, each from its own of firsts [n + 1] (int64) on -> out, flat: one after the other
+    as [in/128, padded t, 128], columns of a block in this order [128]; missing tokens become zero."""
+    for k in prange(x.shape[1] // BLOCK):
+        _pack_block(x, firsts, order, out, np.int64(k))
+
+
 @njit(nogil=True, cache=True)
-def pack(x, order, out):
-    """x [t, in] -> out [in/128, padded t, 128], columns of a block in this order [128]; missing tokens become zero."""
-    for k in range(out.shape[0]):
-        for t in range(out.shape[1]):
-            for i in range(BLOCK):
-                out[k, t, i] = x[t, k * BLOCK + order[i]] if t < x.shape[0] else 0
+def pack_few(x, firsts, order, out):
+    """`pack` by the caller's thread."""
+    for k in range(x.shape[1] // BLOCK):
+        _pack_block(x, firsts, order, out, k)

@@ -74,6 +74,55 @@ def _exponent(values):
     return NOTHING if largest == 0 else e + (m * 2.0**BITS > LARGEST)
 
 
+@njit(nogil=True)
+def _split_token(x, integers, exponents):
+    """One token of `split` -> its largest exponent, and whether much is left out."""
+    top, finite = NOTHING, True
+    for u in range(len(exponents)):
+        row = x[u * UNIT : (u + 1) * UNIT]
+        for v in row:
+            finite &= abs(v) < np.inf
+        exponents[u] = _exponent(row) if finite else 0
+        top = max(top, exponents[u])
+    left, length = 0.0, 0.0
+    for u in range(len(exponents)):
+        e = max(exponents[u], top - DEEPEST)
+        up, down, largest = math.ldexp(1.0, BITS - e), math.ldexp(1.0, e - BITS), 0.0
+        for c in range(u * UNIT, (u + 1) * UNIT):
+            v = np.float64(x[c]) if finite else 0.0
+            n = np.rint(v * up)
+            integers[c] = np.int32(n)
+            left += (v - n * down) ** 2
+            length += v * v
+            largest = max(largest, v * v)
+        length -= largest
+        exponents[u] = e
+    return top if finite else NOT_FINITE, left > LEFT_OUT**2 * length
+
+
+@njit(nogil=True)
+def _pack_token(integers, exponents, top, t, padded, out):
+    """What `split` found of one token, as place t of `padded` in `out`; see `pack`."""
+    bytes_of, words, numbers, factors = out.view(np.int8), out.view(np.int32), out.view(np.float32), out.view(np.float64)
+    factors[len(factors) - padded + t] = np.nan if top == NOT_FINITE else math.ldexp(1.0, top)
+    for k in range(len(integers) // BLOCK):
+        at = (k * padded + t) * PACKED
+        for lane in range(LANES):
+            total = 0
+            for i in range(8):
+                n = integers[k * BLOCK + lane * 8 + i]
+                total += n
+                place = at + i % 2 * 64 + lane * 4 + i // 2
+                low = ((n + 128) & 255) - 128
+                n = (n - low) >> 8
+                middle = ((n + 128) & 255) - 128
+                bytes_of[place + 256] = low
+                bytes_of[place + 128] = middle
+                bytes_of[place] = (n - middle) >> 8
+            words[at // 4 + 96 + lane] = -OFFSET * total
+            numbers[at // 4 + 112 + lane] = math.ldexp(1.0, exponents[k * 4 + lane // 4] - BITS - 1 - top)
+
+
 @njit(parallel=True, nogil=True, cache=True)
 def split(x, integers, exponents, tops, wide):
     """x [t, in] float32 ~ integers [t, in] (int32) · 2^(exponents [t, in/32] - BITS); tops [t] are the largest exponents.
@@ -82,29 +131,7 @@ def split(x, integers, exponents, tops, wide):
     token that holds infinity or NaN has zeros and the top NOT_FINITE.
     """
     for t in prange(len(x)):
-        units = x.shape[1] // UNIT
-        top, finite = NOTHING, True
-        for u in range(units):
-            row = x[t, u * UNIT : (u + 1) * UNIT]
-            for v in row:
-                finite &= abs(v) < np.inf
-            exponents[t, u] = _exponent(row) if finite else 0
-            top = max(top, exponents[t, u])
-        left, length = 0.0, 0.0
-        for u in range(units):
-            e = max(exponents[t, u], top - DEEPEST)
-            up, down, largest = math.ldexp(1.0, BITS - e), math.ldexp(1.0, e - BITS), 0.0
-            for c in range(u * UNIT, (u + 1) * UNIT):
-                v = np.float64(x[t, c]) if finite else 0.0
-                n = np.rint(v * up)
-                integers[t, c] = np.int32(n)
-                left += (v - n * down) ** 2
-                length += v * v
-                largest = max(largest, v * v)
-            length -= largest
-            exponents[t, u] = e
-        wide[t] = left > LEFT_OUT**2 * length
-        tops[t] = top if finite else NOT_FINITE
+        tops[t], wide[t] = _split_token(x[t], integers[t], exponents[t])
 
 
 @njit(parallel=True, nogil=True, cache=True)
@@ -114,25 +141,30 @@ def pack(integers, exponents, tops, padded, out):
     A token's block: its three bytes, largest first, each for even and odd columns; -OFFSET times the sum of the integers
     of each lane, int32 [16]; what a lane's sum of products counts, float32 [16]. The float64 are 2^top.
     """
-    tokens, width = integers.shape
-    bytes_of, words, numbers = out.view(np.int8), out.view(np.int32), out.view(np.float32)
-    factors, behind = out.view(np.float64), len(out) // 8 - padded
     for t in prange(padded):
-        mine = min(np.int64(t), tokens - 1)  # a padding token repeats the last
-        factors[behind + np.int64(t)] = np.nan if tops[mine] == NOT_FINITE else math.ldexp(1.0, tops[mine])
-        for k in range(width // BLOCK):
-            at = (k * padded + np.int64(t)) * PACKED
-            for lane in range(LANES):
-                total = 0
-                for i in range(8):
-                    n = integers[mine, k * BLOCK + lane * 8 + i]
-                    total += n
-                    place = at + i % 2 * 64 + lane * 4 + i // 2
-                    low = ((n + 128) & 255) - 128
-                    n = (n - low) >> 8
-                    middle = ((n + 128) & 255) - 128
-                    bytes_of[place + 256] = low
-                    bytes_of[place + 128] = middle
-                    bytes_of[place] = (n - middle) >> 8
-                words[at // 4 + 96 + lane] = -OFFSET * total
-                numbers[at // 4 + 112 + lane] = math.ldexp(1.0, exponents[mine, k * 4 + lane // 4] - BITS - 1 - tops[mine])
+        mine = min(np.int64(t), len(tops) - 1)  # a padding token repeats the last
+        _pack_token(integers[mine], exponents[mine], tops[mine], np.int64(t), padded, out)
+
+
+@njit(nogil=True)
+def _prepare_token(x, place, out, wide, j):
+    first, end, t, padded, last = place
+    integers, exponents = np.empty(len(x), np.int32), np.empty(len(x) // UNIT, np.int32)
+    top, wide[j] = _split_token(x, integers, exponents)
+    for slot in range(t, padded if last else t + 1):
+        _pack_token(integers, exponents, top, slot, padded, out[first:end])
+
+
+@njit(parallel=True, nogil=True, cache=True)
+def prepare(x, places, out, wide):
+    """`split` and `pack` of tokens x [t, in] of several inputs at once. places int64 [t, 5]: the bytes [begin, end) of its
+    input in `out`, its place there, the places of that input with padding, and whether it is the last that is no padding."""
+    for j in prange(len(x)):
+        _prepare_token(x[np.int64(j)], places[np.int64(j)], out, wide, np.int64(j))
+
+
+@njit(nogil=True, cache=True)
+def prepare_few(x, places, out, wide):
+    """`prepare` by the caller's thread."""
+    for j in range(len(x)):
+        _prepare_token(x[j], places[j], out, wide, j)

@@ -15,6 +15,7 @@ import torch
 
 from optimized.cpu.fused import Products
 from reference.checkpoint.store import WeightStore
+from reference.generate import step
 from reference.model import Model
 from reference.state import SequenceState
 
@@ -49,7 +50,7 @@ def turns(store: WeightStore, files: Sequence[Path], memory: int, count: int) ->
     ids = torch.arange(count + 1) * 7919 % store.config.vocab_size  # far apart: hash layers choose by id
     past = SequenceState()
     model = Model(store, memory=memory, products=products)
-    _step(model, ids[:1], past)
+    step(model, ids[:1], past)
     touched = model.loader.touched
     for token in ids[1:]:
         store.release(store.tensors)
@@ -63,12 +64,8 @@ def turns(store: WeightStore, files: Sequence[Path], memory: int, count: int) ->
 def _timed(model: Model, token: torch.Tensor, past: SequenceState) -> tuple[float, int]:
     """Seconds of a step behind `past`, which stays as it is, and bytes that it made the disk read."""
     read, began = disk.bytes_from_disk(), time.perf_counter()
-    _step(model, token[None], past.copy())
+    step(model, token[None], past.copy())
     return time.perf_counter() - began, disk.bytes_from_disk() - read
-
-
-def _step(model: Model, ids: torch.Tensor, state: SequenceState) -> None:
-    model.logits(model.forward([ids], [state])[-1:])
 
 
 def lines(measured: list[Turn], limits: Limits) -> list[str]:
