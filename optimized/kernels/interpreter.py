@@ -53,6 +53,8 @@ def _remember_shapes() -> None:
     """Types and values of one shape share it, its number of elements, and both as constants: nothing changes them."""
     make_type, make_value = tl.block_type.__init__, tl.tensor.__init__
     known: dict[tuple[int, ...], tuple[tl.block_type, str]] = {}
+    number = tl.tensor(None, tl.int32)
+    of_numbers = number.shape, number.numel
 
     def block_type(self: tl.block_type, element_ty: tl.dtype, shape: Any) -> None:
         key = tuple([n.value if isinstance(n, tl.constexpr) else n for n in shape])
@@ -68,11 +70,8 @@ def _remember_shapes() -> None:
         self.name = f"<{text}, {element_ty}>"
 
     def tensor(self: tl.tensor, handle: Any, type: tl.dtype) -> None:
-        if not isinstance(type, tl.block_type):
-            make_value(self, handle, type)
-            return
-        self.handle, self.type, self.dtype = handle, type, type.element_ty
-        self.shape, self.numel = type.of_values
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = type.of_values if isinstance(type, tl.block_type) else of_numbers
 
     tl.block_type.__init__, tl.tensor.__init__ = block_type, tensor
 
