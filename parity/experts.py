@@ -36,13 +36,13 @@ def _input(step: Step) -> Tensor:
 
 
 def scores(step: Step, op: str) -> dict[str, Stored]:
-    gate = storage.exactly_bf16(step.block.ffn.gate)
+    gate = storage.exactly_bf16(step.block.ffn.gate.weight)
     return {op: router_scores(*there(_input(step).to(torch.bfloat16), gate)).cpu()}
 
 
 def scores_expected(step: Step, op: str, stored: StoredOutputs) -> Expectations:
     """Product, softplus and root as one span."""
-    logits = dot(exact(_input(step)), exact(step.block.ffn.gate), step.how)
+    logits = dot(exact(_input(step)), exact(step.block.ffn.gate.weight), step.how)
     score = gates.sqrt_softplus(logits, step.how)
     return {op: Expectation(Dense(score, "f32", "te", fair=False), step.places)}
 
@@ -82,7 +82,7 @@ def choice_expected(step: Step, op: str, stored: StoredOutputs) -> Expectations:
         "ffn.gate.weights": Expectation(Dense(weights, "f32", "tk"), step.places),
     }
     if ffn.bias is not None and f"{op}.set" in stored:
-        logits = dot(exact(_input(step)), exact(ffn.gate), how)
+        logits = dot(exact(_input(step)), exact(ffn.gate.weight), how)
         score = gates.sqrt_softplus(logits, how)
         rank = rounded(Bounded(score.value + ffn.bias, score.bound), how.u)
         everyone = torch.full((len(given),), given.shape[1], dtype=torch.int32)

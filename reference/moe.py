@@ -18,9 +18,9 @@ from .rounding import Sites
 TOGETHER = 8  # experts whose products are one call: enough for all threads, few enough to be held at once
 
 
-def router_scores(x: Tensor, gate: Tensor) -> Tensor:
-    """sqrt(softplus(x · gateᵀ)): x [t, D], gate [e, D] -> [t, e]."""
-    return torch.sqrt(softplus(x @ gate.T))
+def router_scores(logits: Tensor) -> Tensor:
+    """sqrt(softplus(x · gateᵀ)), given the product [t, e]."""
+    return torch.sqrt(softplus(logits))
 
 
 def choose_experts(scores: Tensor, bias: Tensor, k: int) -> Tensor:
@@ -72,7 +72,7 @@ class MoE:
     `expect` hears the numbers of all experts of a call before the first is fetched.
     """
 
-    gate: Tensor
+    gate: Linear
     bias: Tensor | None
     tid2eid: Tensor | None
     expert: Callable[[int], Expert]
@@ -84,7 +84,7 @@ class MoE:
 
     def route(self, x: Tensor, ids: Tensor, sites: Sites) -> tuple[Tensor, Tensor]:
         """Inputs x [t, D] and token ids [t] -> experts and their weights, both [t, k]."""
-        scores = sites("gate.scores", router_scores(x, self.gate))
+        scores = sites("gate.scores", router_scores(self.gate.apply(x)))
         if self.tid2eid is not None:
             experts = self.tid2eid[ids]
         else:

@@ -64,7 +64,7 @@ class Layer:
         w1, w3, w2 = (of_fp8(w) for w in self.shared)
         bias = None if self.table is not None else self.bias.double()
         moe = MoE(
-            self.gate.double(), bias, self.table,
+            Linear(self.gate.double()), bias, self.table,
             lambda e: Expert(of_fp4(self.w1, e), of_fp4(self.w2, e), of_fp4(self.w3, e)),
             Expert(w1, w2, w3), K, SCALING, LIMIT,
         )  # fmt: skip

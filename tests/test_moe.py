@@ -22,7 +22,7 @@ E, K, SCALING = 9, 3, 1.75
 def test_scores_are_the_root_of_softplus() -> None:
     x, gate = normal(0, 5, 8), 4 * normal(1, E, 8)
     want = torch.sqrt(torch.log1p(torch.exp(x @ gate.T)))
-    assert_within(rounding_bound(64, want) + torch.exp(torch.tensor(-20.0)).item(), router_scores(x, gate), want)
+    assert_within(rounding_bound(64, want) + torch.exp(torch.tensor(-20.0)).item(), router_scores(x @ gate.T), want)
 
 
 def chooses_by_biased_score(choose: Callable[..., Tensor], seed: int) -> None:

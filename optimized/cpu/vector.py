@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from numba import njit, prange, types
+from numba import get_num_threads, njit, prange, types
 from numba.extending import intrinsic
 
 from . import vnni
@@ -45,6 +45,7 @@ GROUP = 32  # rows of one task; divides 128, so the rows of a task share their F
 FEW = 4  # tokens of a block; up to as many see rows whole, and memory binds
 TOKENS = 32  # tokens of a tile: its inputs and sums stay in the second cache
 PIECE = 8  # blocks of columns of a tile: inputs of four tokens stay in the first cache
+_LINE = 8  # counters to a line of the cache
 AHEAD = 28 << 10  # bytes between use and prefetch at least: less than that does not hide the memory's latency
 
 # Witnesses of what is stored: E4M3 and E2M1, read through tables (AVX-512) or half precision, BF16, E2M1 for `vnni`.
@@ -281,8 +282,29 @@ def _task(code, number, jobs, held, ldw, lds, height, scaled, blocks, task):
     _walk(code, number, held, w, ldw, s, step, scaled, jobs[j, 2], tokens, blocks, end - begin, y, jobs[j, 7], sums)
 
 
+@intrinsic
+def _take(typing, counter):
+    """The number at an address, which goes up by one for the next thread that asks."""
+
+    def generate(context, b, signature, arguments):
+        return b.atomic_rmw("add", b.inttoptr(arguments[0], I64.as_pointer()), I64(1), "monotonic")
+
+    return types.intp(types.intp), generate
+
+
 @njit(parallel=True, nogil=True, cache=True)
-def product(code, number, jobs, held, ldw, lds, height, scaled, blocks):
+def _product(code, number, jobs, counters, held, ldw, lds, height, scaled, blocks):
+    tasks, workers = jobs[-1, 8], len(counters)
+    for worker in prange(workers):
+        for i in range(workers):  # its own share, whose rows follow one another in memory, then what others have left
+            share = (np.int64(worker) + i) % workers
+            task = _take(counters.ctypes.data + 8 * _LINE * share)
+            while task < tasks * (share + 1) // workers:
+                _task(code, number, jobs, held, ldw, lds, height, scaled, blocks, task)
+                task = _take(counters.ctypes.data + 8 * _LINE * share)
+
+
+def product(code: Any, number: Any, jobs: Any, held: int, ldw: int, lds: int, height: int, scaled: int, blocks: int) -> None:
     """All jobs at once: rows [first, stop) of a matrix times the tokens of packed x, to y.
 
     jobs int64 [n, 9]: addresses of w, s, x and y (row 0 of the matrix, its scales, packed x, y of row `first` and token
@@ -290,8 +312,10 @@ def product(code, number, jobs, held, ldw, lds, height, scaled, blocks):
     columns has `held` bytes of codes and `scaled` of scales, a scale is that of `height` rows; ldw and lds are the bytes
     of a row of codes and of scales.
     """
-    for task in prange(jobs[-1, 8]):
-        _task(code, number, jobs, held, ldw, lds, height, scaled, blocks, task)
+    workers = get_num_threads()
+    counters = np.empty((workers, _LINE), np.int64)
+    counters[:, 0] = jobs[-1, 8] * np.arange(workers) // workers  # where the share of each begins
+    _product(code, number, jobs, counters, held, ldw, lds, height, scaled, blocks)
 
 
 @njit(nogil=True)

@@ -100,7 +100,7 @@ def experts(x: Tensor, gate: Tensor, bias: Tensor, w1: Tensor, w2: Tensor, w3: T
     def expert(e: int) -> Expert:
         return Expert(Linear(w1[e]), Linear(w2[e]), Linear(w3[e]))
 
-    moe = MoE(gate, bias, None, expert, Expert(*(Linear(0.1 * w.sum(0)) for w in (w1, w2, w3))), 3, 1.7, 1.5)
+    moe = MoE(Linear(gate), bias, None, expert, Expert(*(Linear(0.1 * w.sum(0)) for w in (w1, w2, w3))), 3, 1.7, 1.5)
     chosen, weights = moe.route(x, torch.zeros(len(x), dtype=torch.long), SITES)
     return moe(x, torch.zeros(len(x), dtype=torch.long), SITES), chosen, weights
 

@@ -78,6 +78,11 @@ class DirectoryStore:
     def bytes_read(self) -> int:
         return self._bytes_read
 
+    @property
+    def gives_views(self) -> bool:
+        """Whether what `get` gives takes no memory of its own, however long it is held."""
+        return True
+
     def get(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Rows [start, stop) in the stored dtype, as a view of the file. Scales and hash tables are checked.
 

@@ -55,6 +55,7 @@ class Loader:
         self.resident = dense_bytes(store, dtype) <= memory
         self.experts_used: set[str] = set()
         self.experts_read = 0
+        self._views = getattr(store, "gives_views", False)  # whose memory `release` frees: a block may hold on to them
         self._streaming = Streaming(store, dtype, sys.maxsize if self.resident else memory)
         self._experts: dict[str, Expert] = {}
         self._blocks: dict[str, Block] = {}
@@ -108,8 +109,9 @@ class Loader:
 
     def _use(self, part: str) -> None:
         for gone in self._streaming.use(part):
-            self._blocks.pop(gone, None)
             self._experts.pop(gone, None)
+            if not self._views:
+                self._blocks.pop(gone, None)
 
     def _expect(self, layer: int, name: str, numbers: Sequence[int]) -> None:
         """A router has chosen: its experts come, and behind them what the layers after it need."""
@@ -216,7 +218,7 @@ class Loader:
     def _moe(self, name: str, layer: int) -> MoE:
         c, hashed = self.config, self.config.is_hash_layer(layer)
         return MoE(
-            gate=self.tensor(f"{name}.gate.weight"),
+            gate=self.linear(f"{name}.gate"),
             bias=None if hashed else self.tensor(f"{name}.gate.bias"),
             tid2eid=self.store.get(f"{name}.gate.tid2eid") if hashed else None,
             expert=partial(self.expert, name),

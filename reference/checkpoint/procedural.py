@@ -84,6 +84,11 @@ class ProceduralStore:
     def bytes_read(self) -> int:
         return self._bytes_read
 
+    @property
+    def gives_views(self) -> bool:
+        """Whether what `get` gives takes no memory of its own, however long it is held."""
+        return self._version == 2
+
     @cached_property
     def _parameters(self) -> dict[str, Parameter]:
         return {p.name: p for shard in parameters(self._config).values() for p in shard}

@@ -16,7 +16,7 @@ from .store import DTYPE_OF_TAG, TensorInfo, WeightStore
 
 HEAD = "head"
 WINDOW = 1 << 30  # bytes on their way from the disk: what it delivers while a layer computes, several times over
-_AS_STORED = ("wkv.weight", "wgate.weight", "weights_proj.weight", "head.weight")  # BF16 that products read as it is
+_AS_STORED = ("wkv.weight", "gate.weight", "weights_proj.weight", "head.weight")  # BF16 that products read as it is
 
 
 def part_of(name: str) -> str:
