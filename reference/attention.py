@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .compressor import Compressor
 from .indexer import Indexer
-from .linear import Linear, apply_parts, project
+from .linear import Linear, apply_parts, project, project_all
 from .norm import head_norm, rms_norm
 from .rope import Rope, rotate
 from .rounding import Sites
@@ -86,15 +86,16 @@ class Attention:
     ) -> tuple[Tensor, list[LayerState]]:
         """Inputs x [t, D] of a ragged batch, one state per sequence -> output [t, D] and the states after the step."""
         table = self.rope.table(batch.positions, x.dtype, sites)
-        qr = sites("q_norm", rms_norm(project(self.wq_a, x, sites, "wq_a"), self.q_norm, self.eps))
-        kv = self.window_rows(x, table, sites)
+        q, kv = project_all([self.wq_a, self.wkv], [x, x], [sites, sites], ["wq_a", "wkv"])
+        qr = sites("q_norm", rms_norm(q, self.q_norm, self.eps))
+        kv = self.window_rows(kv, table, sites)
         states, rows = self.extend(x, kv, batch, states, sites)
         y = torch.cat([self.attend(x, qr, table, batch, rows, block, sites) for block in batch.blocks(QUERY_BLOCK)])
         return project(self.wo_b, y, sites, "wo_b"), states
 
-    def window_rows(self, x: Tensor, table: tuple[Tensor, Tensor], sites: Sites) -> Tensor:
-        """The raw row of each token [t, d]: project, norm, RoPE, quantise (the rotated channels spared)."""
-        kv = sites("kv_norm", rms_norm(project(self.wkv, x, sites, "wkv"), self.kv_norm, self.eps))
+    def window_rows(self, kv: Tensor, table: tuple[Tensor, Tensor], sites: Sites) -> Tensor:
+        """The raw row of each token [t, d], given its projection: norm, RoPE, quantise (the rotated channels spared)."""
+        kv = sites("kv_norm", rms_norm(kv, self.kv_norm, self.eps))
         return sites("kv", rotate(kv, table), spare=self.rope.dim)
 
     def extend(self, x: Tensor, kv: Tensor, batch: Batch, states: list[LayerState],

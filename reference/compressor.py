@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .hadamard import hadamard
-from .linear import Linear
+from .linear import Linear, apply_all
 from .norm import rms_norm
 from .rope import Rope, rotate
 from .rounding import Sites
@@ -58,8 +58,8 @@ class Compressor:
 
     def project(self, x: Tensor, positions: Tensor, sites: Sites) -> tuple[Tensor, Tensor]:
         """Inputs x [t, D] at positions [t] -> values and gates [t, c*dh]; the position bias goes to the gate only."""
-        gates = self.wgate.apply(x) + self.ape[positions % self.ratio]
-        return sites("values", self.wkv.apply(x)), sites("gates", gates)
+        values, gates = apply_all([self.wkv, self.wgate], [x, x])
+        return sites("values", values), sites("gates", gates + self.ape[positions % self.ratio])
 
     def extend(self, values: Tensor, gates: Tensor, state: CompressorState, sites: Sites) -> CompressorState:
         """The state after one sequence's next tokens, whose values and gates [t, c*dh] are given.

@@ -78,8 +78,6 @@ def _multiply_adds(store, layer, tokens):
     for name, info in store.tensors.items():
         if name.startswith(prefix) and info.dtype in ("F8_E4M3", "BF16", "I8") and len(info.shape) == 2:
             columns = info.shape[1] * (2 if info.dtype == "I8" else 1)
-            if name.endswith(".gate.weight"):
-                continue
             share = tokens * (c.num_experts_per_tok / c.n_routed_experts if ".experts." in name else 1)
             yield info.shape[0] * columns * share
 

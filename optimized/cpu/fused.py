@@ -13,7 +13,7 @@ from torch import Tensor
 
 from reference import formats
 from reference.checkpoint.manifest import FP4_BLOCK, FP8_BLOCK, cdiv
-from reference.checkpoint.threads import threads_for
+from reference.checkpoint.threads import ALONE_BELOW, threads_for
 from reference.errors import BadInput
 
 if TYPE_CHECKING:
@@ -120,9 +120,14 @@ def _outside(stored: Tensor, mask: int, low: int, high: int) -> int | None:
     from . import plain
 
     values = stored.contiguous().view(torch.uint8).flatten()
-    with threads_for(values.nbytes):
-        if not plain.outside(values.numpy(), np.uint8(mask), np.uint8(low), np.uint8(high)):
-            return None
+    within = values.numpy(), np.uint8(mask), np.uint8(low), np.uint8(high)
+    if values.nbytes < ALONE_BELOW:
+        found = plain.outside_few(*within)
+    else:
+        with threads_for(values.nbytes):
+            found = plain.outside(*within)
+    if not found:
+        return None
     part = values & mask
     return int(((part < low) | (part > high)).int().argmax())
 

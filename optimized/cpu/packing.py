@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -51,11 +52,13 @@ def in_order(xs: Sequence[Tensor], order: Any) -> Packed:
         out, padded = inputs.rows, inputs.tokens
     else:
         padded = [_padded(t) for t in inputs.tokens]
-        out, firsts = inputs.rows.new_empty(sum(padded) * width), np.cumsum([0, *inputs.tokens])
+        out, firsts = inputs.rows.new_empty(sum(padded) * width), np.array([0, *accumulate(inputs.tokens)])
         pack = vector.pack if out.numel() > ALONE else vector.pack_few
         pack(inputs.rows.numpy(), firsts, vector.NATURAL if order is None else order, out.numpy())
-    ends = np.cumsum([0, *padded])[:-1] * (width * out.itemsize) + out.data_ptr()
-    return inputs.packed(ends.tolist(), inputs.tokens, none, [out])
+    addresses, token = [out.data_ptr()], width * out.itemsize
+    for t in padded[:-1]:
+        addresses.append(addresses[-1] + t * token)
+    return inputs.packed(addresses, inputs.tokens, none, [out])
 
 
 def in_integers(xs: Sequence[Tensor]) -> Packed:
@@ -64,13 +67,13 @@ def in_integers(xs: Sequence[Tensor]) -> Packed:
     inputs = Distinct(xs)
     width = inputs.rows.shape[1]
     sizes = [_nbytes(width, _padded(t)) for t in inputs.tokens]
-    ends = np.cumsum([0, *sizes])
-    places = [(begin, begin + size, t, _padded(n), t == n - 1)
-              for begin, size, n in zip(ends.tolist(), sizes, inputs.tokens, strict=False) for t in range(n)]  # fmt: skip
-    out, wide = torch.empty(int(ends[-1]), dtype=torch.uint8), np.empty(len(inputs.rows), np.bool_)
+    ends = list(accumulate(sizes))
+    places = [(end - size, end, t, _padded(n), t == n - 1)
+              for end, size, n in zip(ends, sizes, inputs.tokens, strict=True) for t in range(n)]  # fmt: skip
+    out, wide = torch.empty(ends[-1], dtype=torch.uint8), np.empty(len(inputs.rows), np.bool_)
     prepare = vnni.prepare if inputs.rows.numel() > ALONE else vnni.prepare_few
     prepare(inputs.rows.numpy(), np.array(places, np.int64), out.numpy(), wide)
-    addresses, tokens, held = (ends[:-1] + out.data_ptr()).tolist(), inputs.tokens, [out]
+    addresses, tokens, held = [out.data_ptr() + end - size for end, size in zip(ends, sizes, strict=True)], inputs.tokens, [out]
     rests: list[Tensor | None] = [None] * len(tokens)
     if wide.any():
         for i, one in enumerate(np.split(wide, np.cumsum(tokens)[:-1])):

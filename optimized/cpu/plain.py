@@ -9,7 +9,7 @@ import numpy as np
 from numba import njit, prange
 
 E4M3, E2M1, BF16 = 0, 1, 2
-_STRETCH = 1 << 16
+STRETCH = 1 << 16
 
 
 @njit(nogil=True)
@@ -43,18 +43,26 @@ def product(kind, codes, scale, height, table, powers, first, x, y):
             y[t, r] = _dot(row, x[t])
 
 
+@njit(nogil=True)
+def _outside(piece, mask, low, high):
+    """Findings meet in one byte, and all is bytes, so that a scan costs what reading does."""
+    bad = np.uint8(0)
+    for k in range(len(piece)):
+        part = np.uint8(piece[k] & mask)
+        bad = np.uint8(bad | np.uint8(part < low) | np.uint8(part > high))
+    return bad
+
+
 @njit(parallel=True, nogil=True, cache=True)
 def outside(values, mask, low, high):
-    """Whether any of these bytes [n] (uint8), of which `mask` counts, is below `low` or above `high`.
-
-    Findings of a stretch meet in one byte, and all is bytes, so that a scan costs what reading does.
-    """
+    """Whether any of these bytes [n] (uint8), of which `mask` counts, is below `low` or above `high`."""
     found = 0
-    for i in prange(-(-len(values) // _STRETCH)):
-        bad = np.uint8(0)
-        piece = values[i * _STRETCH : (i + 1) * _STRETCH]
-        for k in range(len(piece)):
-            part = np.uint8(piece[k] & mask)
-            bad = np.uint8(bad | np.uint8(part < low) | np.uint8(part > high))
-        found += bad
+    for i in prange(-(-len(values) // STRETCH)):
+        found += _outside(values[i * STRETCH : (i + 1) * STRETCH], mask, low, high)
     return found > 0
+
+
+@njit(nogil=True, cache=True)
+def outside_few(values, mask, low, high):
+    """`outside` by the caller's thread."""
+    return _outside(values, mask, low, high) > 0

@@ -18,9 +18,13 @@ ALONE_BELOW = 1 << 20  # bytes written; about a quarter of a millisecond of work
 def threads_for(nbytes: int) -> Iterator[None]:
     """Compiled loops inside that write `nbytes` bytes run on one thread if that is little, else on all allowed."""
     of_torch, allowed = torch.get_num_threads(), numba.get_num_threads()  # in this order: the second call changes the first
-    numba.set_num_threads(1 if nbytes < ALONE_BELOW else allowed)
+    wanted = 1 if nbytes < ALONE_BELOW else allowed
+    if wanted != allowed:
+        numba.set_num_threads(wanted)
     try:
         yield
     finally:
-        numba.set_num_threads(allowed)
-        torch.set_num_threads(of_torch)
+        if wanted != allowed:
+            numba.set_num_threads(allowed)
+        if torch.get_num_threads() != of_torch:
+            torch.set_num_threads(of_torch)
