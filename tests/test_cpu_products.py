@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import numba
 import pytest
 import torch
@@ -238,6 +242,35 @@ def test_what_is_not_taken():
     assert not Products("torch").admit("w", weight, scale)
     with pytest.raises(BadInput, match=r"w: scale \(1, 2\) does not fit"):
         Products().admit("w", weight, scale[:1])
+
+
+WARM = """
+import sys, torch
+from numba.core.dispatcher import Dispatcher
+from test_cpu_products import KINDS, normal, stored
+from optimized.cpu import plain, vector, vnni
+from optimized.cpu.fused import Products
+
+loops = [loop for file in (plain, vector, vnni) for loop in vars(file).values() if isinstance(loop, Dispatcher)]
+products = Products()
+if sys.argv[1] == "warm":
+    products.warm(torch.float32)
+known = [list(loop.signatures) for loop in loops]
+for kind in KINDS:
+    weight, scale = stored(kind, 300, 256, seed=5)
+    for tokens in (1, 3, 300):
+        assert products.admit("w", weight, scale)
+        products([(weight, scale, normal(7, tokens, 256), 7, 290)])
+print([list(loop.signatures) for loop in loops] == known, products.multiply_adds == 3 * 304 * 256 * 283)
+"""
+
+
+@pytest.mark.parametrize(("first", "says"), [("warm", ["True", "True"]), ("cold", ["False", "True"])])
+def test_a_warm_step_compiles_nothing(first, says):
+    """And warming counts nothing. In a process of its own: what was compiled in this one stays."""
+    child = subprocess.run([sys.executable, "-c", WARM, first], capture_output=True, text=True, check=True,
+                           env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})  # fmt: skip
+    assert child.stdout.split() == says
 
 
 @pytest.mark.parametrize("bad", [(-1, 3), (3, 2), (0, 131)])

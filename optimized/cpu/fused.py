@@ -70,6 +70,26 @@ class Products:
             self._examined.add(name)
         return True
 
+    def warm(self, dtype: torch.dtype) -> None:
+        """Compile what products in this dtype need, or load it where it was compiled before, so that no step waits for it."""
+        if self.kernels == "torch":
+            return
+        rows, before = ALONE_BELOW // 4, self.multiply_adds  # their FP4 scales are examined by all threads
+        scale = torch.full((rows, _WIDTH // FP4_BLOCK), 127, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+        stored = (
+            (torch.zeros(_WIDTH, _WIDTH, dtype=torch.bfloat16), None),
+            (torch.zeros(_WIDTH, _WIDTH, dtype=torch.uint8).view(torch.float8_e4m3fn), scale[:1, :1]),
+            (torch.zeros(rows, _WIDTH // 2, dtype=torch.int8), scale),
+        )
+        for weight, its_scale in stored:
+            self.admit("", weight, its_scale)
+            for tokens in (1, 2 * _WIDTH + 1):  # packed by one thread, and by all
+                x = torch.ones(tokens, _WIDTH, dtype=dtype)
+                x[0, 0] = 2.0**30  # of which integers leave out much
+                self([(weight, its_scale, x, 0, _WIDTH)])
+        self.multiply_adds = before
+        self._examined.clear()
+
     def __call__(self, jobs: Sequence[Job]) -> list[Tensor]:
         """Products of admitted weights: y [t, stop - start] of each job. Jobs of one storage and width share a call.
 

@@ -77,9 +77,10 @@ def by_reference(args: argparse.Namespace, store: WeightStore) -> int:
     if args.device == "cuda":
         torch.set_default_device("cuda")
     machine = measure(args) if streams(args, store) else None
+    model = open_model(args, store)
     if machine:
         draw(store)
-    model = open_model(args, store)
+        warm(model.loader)
     text, how = open_text(args, store, model.loader)
     meter = Meter(lambda: work_of(model.loader), machine)
     sampling = Sampling(args.temperature, args.seed)
@@ -173,6 +174,16 @@ def draw(store: WeightStore) -> None:
         began = time.perf_counter()
         store.draw()
         print(f"weights drawn   {time.perf_counter() - began:.1f} s", file=sys.stderr)
+
+
+def warm(loader: Loader) -> None:
+    """And so are the kernels."""
+    from optimized.cpu.fused import Products
+
+    if isinstance(loader.products, Products):
+        began = time.perf_counter()
+        loader.products.warm(loader.dtype)
+        print(f"kernels ready   {time.perf_counter() - began:.1f} s", file=sys.stderr)
 
 
 def open_model(args: argparse.Namespace, store: WeightStore) -> Model:
