@@ -80,7 +80,8 @@ def gather(trace: Trace) -> dict[Key, Rows]:
     steps: dict[Key, list[Rows]] = {}
     for (key, positions), tensors in parts.items():
         whole = merged(trace, tensors)
-        steps.setdefault(key, []).append(Rows(tensors[0].layer, tensors[0].storage, positions, whole))
+        of_tokens = () if tensors[0].dims.startswith("c") else positions  # rows of finished groups are compared in order
+        steps.setdefault(key, []).append(Rows(tensors[0].layer, tensors[0].storage, of_tokens, whole))
     return {key: joined(rows) for key, rows in steps.items()}
 
 
@@ -130,7 +131,7 @@ def apart(key: Key, a: Rows, b: Rows) -> Apart | None:
         return None
     agree = (x == y) | (x.isnan() & y.isnan())
     error = (x - y).abs().nan_to_num(nan=torch.inf).masked_fill(agree, 0.0)
-    rows = error.flatten(1).amax(1)
+    rows = error.reshape(len(error), -1).amax(1)
     numbers = bool(torch.isfinite(x).all() and torch.isfinite(y).all())
     far = relative_l2(x, y) if numbers else torch.inf if bool((error > 0).any()) else 0.0
     unit = max(UNIT.get(a.storage, 0.0), UNIT.get(b.storage, 0.0))

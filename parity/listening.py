@@ -25,11 +25,12 @@ if TYPE_CHECKING:
 
 DIMS = {1: "t", 2: "td", 3: "tsd", 4: "tsdd"}
 AFTER_LAYER = "hc_ffn.streams"
+ROWS = ("attn.compressor.row", "attn.indexer.compressor.row")  # rows of groups that a step completes
 
 
 @dataclass
 class Recording:
-    """Payloads of one sequence, step by step: every tap that has a row a token, under its full name."""
+    """Payloads of one sequence, step by step: every tap that has a row a token or a finished group, under its full name."""
 
     layers: int
     wanted: frozenset[str]
@@ -45,14 +46,14 @@ class Recording:
         """Keep what was heard of the tokens at `positions`."""
         for tap, parts in self.heard.items():
             x = torch.cat(parts) if len({p.shape[1:] for p in parts}) == 1 else parts[0]
-            if x.shape[0] == len(positions):  # choices among few rows have a column less here and there
+            if x.shape[0] == len(positions) or block_tap(tap) in ROWS:  # choices among few rows are narrower here and there
                 self._keep(tap, exact_storage(x), phase, positions)
         self.heard.clear()
 
     def _keep(self, tap: str, stored: tuple[str, Tensor], phase: str, positions: range) -> None:
         storage, x = stored
         item, key = ITEMS.get(block_tap(tap)), f"{positions.start}.{tap}"
-        dims = item.dims if item and len(item.dims) == x.ndim else DIMS[x.ndim]
+        dims = "cd" if block_tap(tap) in ROWS else item.dims if item and len(item.dims) == x.ndim else DIMS[x.ndim]
         self.entries.append(TraceTensor(key, tap, self._layer(tap), phase, 0, tuple(positions), dims, storage, tuple(x.shape)))
         self.values[key] = x
 
@@ -61,7 +62,7 @@ class Recording:
         word, _, rest = tap.partition(".")
         if word == "layers":
             return int(rest.partition(".")[0])
-        return self.layers + int(rest.partition(".")[0]) if word == "mtp" else 0 if tap == "embed" else self.layers - 1
+        return self.layers + int(rest.partition(".")[0]) if word == "mtp" else 0 if tap in ("embed", "ids") else self.layers - 1
 
 
 def exact_storage(x: Tensor) -> tuple[str, Tensor]:
@@ -84,9 +85,10 @@ Recorded = tuple[Trace, Mapping[str, Tensor]]
 
 def twin_trace(store: WeightStore, ids: Tensor, prefill: int, profile: Profile, name: str, memory: int) -> Recorded:
     """Every payload of the twin in float64."""
-    heard = Recording(store.config.num_hidden_layers, frozenset(known_taps()))
+    heard = Recording(store.config.num_hidden_layers, frozenset(known_taps() | set(ROWS)))
     model, state = Model(store, torch.float64, profile, memory, heard), SequenceState()
     for phase, positions in steps(len(ids), prefill):
+        heard("ids", ids[positions.start : positions.stop])
         model.logits(model.forward([ids[positions.start : positions.stop]], [state]))
         heard.end_step(phase, positions)
     return made("twin (float64)", store, profile, name, heard), heard.values

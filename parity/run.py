@@ -7,11 +7,11 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,11 +22,14 @@ from reference.config import Config
 from reference.rounding import profile
 
 from . import candidates, cases, ops, records
-from .flow import Flow, Setting
+from .adapters.traced import Traced
+from .drift import Drift, LogitsDrift
+from .flow import Flow, Judged, Setting, Streams
 from .journal import Journal
 from .locate import departures
 from .options import peak_rss
 from .records import Record
+from .trace import Trace
 
 PROFILES = tuple(FORMS)  # builds that a candidate exists for
 ON_GPU = candidates.DEVICE != "cpu"
@@ -41,7 +44,8 @@ class Request:
     """What to run. `required` ops must be judged, or the run is incomplete. `streams` are `free-running`, the twin's
     from layer to layer, or `synthetic` at every layer. `model` is the user's word for it, if there was one. `ids` are
     those of the first sequences, read from `ids_file`; the others' are drawn. With `drift` the candidate runs whole layers
-    too. Kernels run in the layers of `candidate` (None: all); the others are evaluated only."""
+    too. Kernels run in the layers of `candidate` (None: all); the others are evaluated only. With `trace` nothing runs but the
+    twin: what is judged, and the plan, are the trace's, and `argument` is the user's word for it."""
 
     layers: tuple[int, ...]
     ops: tuple[ops.Op, ...]
@@ -55,6 +59,26 @@ class Request:
     ids_file: str = ""
     drift: bool = True
     candidate: frozenset[int] | None = None
+    trace: Trace | None = None
+    argument: str = ""
+
+    def asks(self, layer: int) -> bool:
+        """Whether a candidate's ops are judged in this layer."""
+        return self.candidate is None or layer in self.candidate
+
+
+class Layers(Protocol):
+    """What runs layer by layer: kernels of this project, or steps of a trace. It keeps what it judged and measured, why a layer
+    ran as no whole, and what the next one gets."""
+
+    judged: list[Judged]
+    drift: list[Drift | LogitsDrift]
+    unfit: dict[int, str]
+
+    @property
+    def streams(self) -> Streams | None: ...
+
+    def run_layer(self, layer: int) -> Iterator[Judged]: ...
 
 
 Listener = Callable[[int, Record], None]
@@ -70,26 +94,32 @@ def run(
     header = journal.begin(_header(store, request))
     if ended := journal.ended():
         return ended
-    setting = Setting(store, profile(request.profile), request.plan, request.ops, ops.ARITHMETIC, request.seed,
-                      whole=request.drift, candidate=request.candidate)  # fmt: skip
-    flow = Flow.start(setting)
-    flow.ids[: len(request.ids)] = request.ids
     names = [cases.layer_id(config, i) for i in request.layers]
     parts = journal.finished(names)
-    if request.streams == "free-running" and len(parts) < len(names):
-        flow.begin_with_tokens()
-        if parts:
-            flow.streams = journal.streams(names[len(parts) - 1])
+    layers = _kernels(store, request, journal, names[: len(parts)]) if request.trace is None else Traced.start(
+        store, request.trace, request.ops, ops.ARITHMETIC, request.plan, request.drift)  # fmt: skip
     for done, layer in enumerate(request.layers[len(parts) :], len(parts)):
-        parts.append(_layer(flow, layer, request, partial(listen, done)))
-        journal.keep(names[done], parts[-1], flow.streams)
+        parts.append(_layer(layers, config, layer, request, partial(listen, done)))
+        journal.keep(names[done], parts[-1], layers.streams)
     out = [header, *_in_order(parts), *_never_met(request, config), *_drafter(request, config)]
     return [*out, _summary(out, request, config, time.monotonic() - began)]
 
 
-def _layer(flow: Flow, layer: int, request: Request, listen: Callable[[Record], None]) -> list[Record]:
+def _kernels(store: WeightStore, request: Request, journal: Journal, finished: Sequence[str]) -> Flow:
+    """Kernels of `optimized`, at the layer behind the finished ones."""
+    setting = Setting(store, profile(request.profile), request.plan, request.ops, ops.ARITHMETIC, request.seed,
+                      whole=request.drift, candidate=request.candidate)  # fmt: skip
+    flow = Flow.start(setting)
+    flow.ids[: len(request.ids)] = request.ids
+    if request.streams == "free-running" and len(finished) < len(request.layers):
+        flow.begin_with_tokens()
+        if finished:
+            flow.streams = journal.streams(finished[-1])
+    return flow
+
+
+def _layer(flow: Layers, config: Config, layer: int, request: Request, listen: Callable[[Record], None]) -> list[Record]:
     """Records of one layer: verdicts, drift, what was not run, and how long it took."""
-    config = flow.setting.config
     began = at = time.monotonic()
     judged, drift = len(flow.judged), len(flow.drift)
     out = []
@@ -104,7 +134,7 @@ def _layer(flow: Flow, layer: int, request: Request, listen: Callable[[Record], 
     if layer in flow.unfit:
         out += [records.missing_record("drift", phase, flow.unfit[layer], 1, False) for phase in request.plan.judged]
     out += [records.missing_record(r.op.name, r.phase, r.missing or "", 1, r.op.name in request.required) for r in missing]
-    return [*out, records.layer_record(config, layer, flow.setting.asks(layer), time.monotonic() - began, peak_rss())]
+    return [*out, records.layer_record(config, layer, request.asks(layer), time.monotonic() - began, peak_rss())]
 
 
 def _in_order(parts: Sequence[Sequence[Record]]) -> list[Record]:
@@ -128,7 +158,7 @@ def _header(store: WeightStore, request: Request) -> Record:
     return records.header(
         store.identity,
         store.config,
-        engine=ENGINE,
+        engine=ENGINE if request.trace is None else _engine(request.trace),
         profile=profile(request.profile).to_json(),
         accumulate=ops.ARITHMETIC.name,
         seed=request.seed,
@@ -143,8 +173,23 @@ def _header(store: WeightStore, request: Request) -> Record:
         lengths=[s.tokens["prefill"] for s in sequences if s.tokens.get("prefill")],
         start_pos=[s.start for s in sequences if s.start],
         ids=_ids(request),
+        trace=_trace(request),
         volatile=environment(),
     )
+
+
+def _engine(trace: Trace) -> str:
+    """An engine as its trace names it, with the versions of what it is made of."""
+    versions = ", ".join(f"{name} {version}" for name, version in sorted(trace.versions.items()))
+    return trace.engine + (f" ({versions})" if versions else "")
+
+
+def _trace(request: Request) -> Record | None:
+    """Which trace is the candidate, and what it says of itself."""
+    if request.trace is None:
+        return None
+    said = {"model": request.trace.model, "claims": list(request.trace.claims)}
+    return {"argument": request.argument, "manifest_sha256": request.trace.digest, **said}
 
 
 def _ids(request: Request) -> Record | None:
@@ -188,7 +233,9 @@ def _summary(out: Sequence[Record], request: Request, config: Config, seconds: f
     failed = sum(r["verdict"] == "fail" for r in verdicts)
     missing = [r for r in out if r["record"] == "not_run"]
     departed, elements = len({r["layer"] for r in departures(out, "forced")}), sum(r["elements"] for r in verdicts)
-    incomplete = elements == 0 or _unmet(verdicts, request) or any(r["required"] and r["layers"] == 0 for r in missing)
+    whole = [r for r in out if request.trace and r["record"] == "drift" and r["curve"] == "forced"]
+    unmet = _unmet(verdicts, whole, request) or any(r["required"] and r["layers"] == 0 for r in missing)
+    incomplete = not (elements or whole) or unmet
     return {
         "record": "summary", "exit_code": 1 if failed or departed else 3 if incomplete else 0, "judged": len(verdicts),
         "passed": len(verdicts) - failed, "failed": failed, "departed": departed, "elements": elements,
@@ -197,22 +244,27 @@ def _summary(out: Sequence[Record], request: Request, config: Config, seconds: f
     }  # fmt: skip
 
 
-def _unmet(verdicts: Sequence[Record], request: Request) -> bool:
-    """Whether a required op was judged in no phase, or a requested phase has no verdict at all."""
+def _unmet(verdicts: Sequence[Record], whole: Sequence[Record], request: Request) -> bool:
+    """Whether a required op was judged in no phase, or a requested phase has no verdict at all, on an op or a layer of a
+    trace."""
     judged = {r["op"] for r in verdicts}
-    phases = {r["phase"] for r in verdicts}
+    phases = {r["phase"] for r in (*verdicts, *whole)}
     return not request.required <= judged or not set(request.plan.judged) <= phases
 
 
 def notes(request: Request, config: Config) -> list[str]:
     """Which paths this run did not exercise, in words."""
     said = []
-    if not ON_GPU:
+    if request.trace is not None:
+        said.append(f"nothing ran but the twin: outputs are those of a trace of {_engine(request.trace)}")
+    elif not ON_GPU:
         said.append("no GPU: kernels ran in Triton's interpreter, which sums products in float32 and in its own order")
     ends = [s.start + sum(s.tokens.values()) for s in request.plan.sequences]
     sparse = 4 * config.index_topk + 3
     if max(ends) <= sparse:
         said.append(f"sparse selection never active: no position reaches {sparse}")
+    if request.trace is not None:
+        return [*said, *(f"the trace says: {claim}" for claim in request.trace.claims)]
     if any(s.start for s in request.plan.sequences):
         said.append("far positions start from synthetic state, not from a prompt")
     if request.streams == "synthetic":

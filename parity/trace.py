@@ -6,6 +6,7 @@ fit, a missing profile are refused, not guessed. Besides taps a trace may hold w
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
@@ -22,11 +23,13 @@ from torch import Tensor
 
 from reference.config import Config
 from reference.errors import BadInput
-from reference.rounding import Profile
+from reference.rounding import Profile, profile_names
+from reference.rounding import profile as named
 
 from .cases import PHASES
 from .judge import AXES
 from .ops import known_taps
+from .records import config_digest
 from .single.contract import names
 from .single.layouts import LAYOUTS
 
@@ -75,7 +78,8 @@ class TraceTensor:
 
 @dataclass(frozen=True)
 class Trace:
-    """A trace directory: who computed what of which model, by which rounding contract."""
+    """A trace directory: who computed what of which model, by which rounding contract. `versions` of what the engine is made
+    of, and `claims`, what its author says of the boundaries, may be there; `files` are open ones."""
 
     engine: str
     model: str
@@ -84,13 +88,22 @@ class Trace:
     profile: Profile
     tensors: tuple[TraceTensor, ...]
     root: Path = field(default=Path(), compare=False)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    claims: tuple[str, ...] = ()
+    files: dict[Path, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the manifest as it lies there."""
+        return hashlib.sha256((self.root / MANIFEST).read_bytes()).hexdigest()
 
     def get(self, tensor: TraceTensor) -> Tensor:
         """Raises BadInput where the file does not hold what the manifest says."""
         path = self.root / tensor.file
         try:
-            with safe_open(path, framework="pt") as file:
-                value: Tensor = file.get_tensor(tensor.key)
+            if path not in self.files:
+                self.files[path] = safe_open(path, framework="pt")
+            value: Tensor = self.files[path].get_tensor(tensor.key)
         except (SafetensorError, OSError) as error:
             raise BadInput(f"{path}: {tensor.key}: {error}") from None
         if value.dtype != STORAGE[tensor.storage] or tuple(value.shape) != tensor.shape:
@@ -125,7 +138,7 @@ def _to_json(trace: Trace) -> dict[str, Any]:
     return {
         "schema": VERSION, "engine": trace.engine, "model": trace.model, "config": dict(trace.config),
         "config_sha256": trace.config_sha256, "profile": trace.profile.to_json(),
-        "tensors": [asdict(tensor) for tensor in trace.tensors],
+        "versions": dict(trace.versions), "claims": list(trace.claims), "tensors": [asdict(t) for t in trace.tensors],
     }  # fmt: skip
 
 
@@ -139,17 +152,32 @@ def read_trace(path: Path) -> Trace:
         raise BadInput(f"{manifest}: not readable as JSON: {error}") from None
     if not isinstance(table, dict) or table.get("schema") != VERSION:
         raise BadInput(f"{manifest}: expected a manifest of schema version {VERSION}")
-    missing = [key for key in ("engine", "model", "config", "config_sha256", "profile", "tensors") if not table.get(key)]
+    missing = [key for key in ("engine", "model", "config", "profile", "tensors") if not table.get(key)]
     if missing:
         refusal = WithoutProfile if missing[0] == "profile" else BadInput
         raise refusal(f"{manifest}: no {missing[0]}; it is not guessed")
     try:
-        Config.from_dict(table["config"])
+        digest = config_digest(Config.from_dict(table["config"]))
         tensors = tuple(_tensor(entry, path) for entry in table["tensors"])
-        profile = Profile.from_json(table["profile"])
+        profile = _profile(table["profile"])
     except BadInput as error:
         raise BadInput(f"{manifest}: {error}") from None
-    return Trace(table["engine"], table["model"], table["config"], table["config_sha256"], profile, tensors, path)
+    versions, claims = table.get("versions") or {}, table.get("claims") or []
+    if not isinstance(versions, dict) or not all(isinstance(x, str) for x in (*versions, *versions.values())):
+        raise BadInput(f"{manifest}: versions: expected names and versions, as text")
+    if not isinstance(claims, list) or not all(isinstance(x, str) for x in claims):
+        raise BadInput(f"{manifest}: claims: expected a list of sentences")
+    who = table["engine"], table["model"], table["config"], table.get("config_sha256", digest)
+    return Trace(*who, profile, tensors, path, versions, tuple(claims))
+
+
+def _profile(said: Any) -> Profile:
+    """By its table, or by the name of one that comes with the reference. Raises BadInput."""
+    if not isinstance(said, str):
+        return Profile.from_json(said)
+    if said not in profile_names():
+        raise BadInput(f"no profile {said!r}; there are {', '.join(profile_names())}")
+    return named(said)
 
 
 def _tensor(entry: Any, root: Path) -> TraceTensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -196,6 +198,18 @@ def test_a_kernel_that_raises_or_puts_out_something_else_has_failed():
         verdicts = parity.judge_op("attn.wq_b", kernel, one)
         assert not verdicts.passed and "FAIL attn.wq_b" in verdicts.report()
     assert "ZeroDivisionError" in parity.judge_op("attn.wq_b", lambda x: 1 / 0, one).report()
+
+
+def test_a_failing_case_leaves_a_script(tmp_path):
+    """It ends as the verdict did; a case that passes, or puts out nothing, leaves none."""
+    one = [case("attn.wq_b")]
+    for kernel in (gemm, lambda x: 1 / 0):
+        parity.judge_op("attn.wq_b", kernel, one, repro=tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+    assert not parity.judge_op("attn.wq_b", lambda x: -gemm(x), one, repro=tmp_path / "r").passed
+    (script,) = (tmp_path / "r").iterdir()
+    assert script.name == "attn.wq_b-layer_00-decode.py"
+    assert subprocess.run([sys.executable, str(script)], capture_output=True, check=False).returncode == 1
 
 
 def test_stored_in_float32_a_kernel_is_judged_as_float32():

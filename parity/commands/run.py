@@ -6,7 +6,8 @@ import argparse
 import contextlib
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,17 +20,20 @@ if TYPE_CHECKING:
     from reference.config import Config
 
     from ..cases import Plan
+    from ..ops import Op
     from ..run import Request
 
 USAGE = 2
 RUNS = Path("reports/runs")
+PLANNED = ("lengths", "ids_file", "start_pos", "profile", "candidate_layers")  # words that a trace says itself
 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "run",
         help="judge every kernel of a model against the twin, layer by layer",
-        description="Without --model a small checkpoint is written in the released format and read back. "
+        description="Without --model a small checkpoint is written in the released format and read back. With a trace as "
+        "--candidate, every op whose inputs and outputs it holds is judged, and nothing but the twin runs. "
         "Exit codes: 0 all judged and passed, 1 a verdict failed or a whole layer departs, 2 usage, 3 something requested did "
         "not run or nothing was judged, 4 bad input or environment.",
     )
@@ -43,10 +47,11 @@ def add_parser(subparsers: Any) -> None:
                         help="token ids of the prompts instead of --lengths, as JSON: name -> list; the last ones of each go "
                         "to the phases after the prompt")
     parser.add_argument("--start-pos", metavar="N,..", help="positions to start from without a prompt (default: far edges)")
-    parser.add_argument("--profile", default="pool-fp8", metavar="P",
+    parser.add_argument("--profile", metavar="P",
                         help="rounding contract of the build: pool-fp8 (default) or pool-bf16")
     parser.add_argument("--seed", type=int, default=0, help="of token ids and synthetic state (default 0)")
-    parser.add_argument("--candidate", choices=["optimized"], default="optimized", help="whose kernels (default optimized)")
+    parser.add_argument("--candidate", type=candidate, default="optimized", metavar="C",
+                        help="who is judged: optimized (default), this project's kernels, or the directory of a trace")
     add_device(parser)
     parser.add_argument("--candidate-layers", metavar="L",
                         help="layers that kernels run in, spelt as in --layers; the others are evaluated without (default: "
@@ -60,21 +65,31 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(main=main)  # fmt: skip
 
 
+def candidate(word: str) -> str:
+    """`optimized`, or where a trace is."""
+    if word != "optimized" and not Path(word).is_dir():
+        raise argparse.ArgumentTypeError(f"no candidate {word!r}; it is optimized, or the directory of a trace")
+    return word
+
+
 def main(args: argparse.Namespace) -> int:
     if args.resume and args.out is None:
         return usage("--resume needs the run's directory, --out DIR")
     if args.ids_file is not None and args.lengths is not None:
         return usage("--ids-file and --lengths both say how long prompts are")
+    if args.candidate != "optimized" and (word := next((w for w in PLANNED if getattr(args, w) is not None), None)):
+        return usage(f"--{word.replace('_', '-')} is for kernels that run: a trace has tokens and a profile of its own")
     settle_device(args.device)
     from ..report.html import write_html
     from ..report.terminal import print_report
     from ..run import run
+    from ..trace import WithoutProfile
 
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(_model(args.model))
         try:
-            request = build_request(args, store.config)
-        except ValueError as error:
+            request = (build_request if args.candidate == "optimized" else of_trace)(args, store.config)
+        except (ValueError, WithoutProfile) as error:
             return usage(str(error))
         from .. import records
         from ..journal import Journal
@@ -107,15 +122,13 @@ def usage(message: str) -> int:
 
 def build_request(args: argparse.Namespace, config: Config) -> Request:
     """Raises ValueError for a word that means nothing."""
-    from .. import cases, ops
+    from .. import cases
     from ..run import PROFILES, Request
 
-    if args.profile not in PROFILES:
-        raise ValueError(f"no kernels for profile {args.profile!r}; there are kernels for {', '.join(PROFILES)}")
-    phases = args.phases.split(",") if args.phases else list(cases.PHASES)
-    unknown = [p for p in phases if p not in cases.PHASES]
-    if unknown:
-        raise ValueError(f"no phase {unknown[0]!r}; phases are {', '.join(cases.PHASES)}")
+    named = args.profile or PROFILES[0]
+    if named not in PROFILES:
+        raise ValueError(f"no kernels for profile {named!r}; there are kernels for {', '.join(PROFILES)}")
+    phases = named_phases(args, cases.PHASES)
     starts = cases.default_starts(config) if args.start_pos is None else numbers(args.start_pos, "start position")
     lengths = cases.default_lengths(config) if args.lengths is None else numbers(args.lengths, "length")
     ids = read_prompts(args.ids_file, config.vocab_size) if args.ids_file else {}
@@ -127,16 +140,52 @@ def build_request(args: argparse.Namespace, config: Config) -> Request:
     last = max(s.start + sum(s.tokens.values()) for s in plan.sequences)
     if last > config.max_position_embeddings:
         raise ValueError(f"position {last} is beyond the model's {config.max_position_embeddings}")
-    chosen = ops.select(args.ops.split(",") if args.ops else ["*"])
-    required = frozenset(op.name for op in chosen if args.ops or args.gate)
+    chosen, required = named_ops(args)
     layers = tuple(cases.layer_numbers(args.layers, config))
     candidate = None if args.candidate_layers is None else frozenset(cases.layer_numbers(args.candidate_layers, config))
     if candidate is not None and candidate - set(layers):
         raise ValueError(f"--candidate-layers names {min(candidate - set(layers))}, which --layers does not")
     streams = "free-running" if args.layers == "all" else "synthetic"
-    return Request(layers, tuple(chosen), required, plan, args.profile, args.seed, streams, args.model or "",
+    return Request(layers, chosen, required, plan, named, args.seed, streams, args.model or "",
                    tuple(ids.values()), str(args.ids_file) if ids else "",
                    args.ops is None if args.drift is None else args.drift, candidate)  # fmt: skip
+
+
+def of_trace(args: argparse.Namespace, config: Config) -> Request:
+    """What to judge of a trace. Raises ValueError for a word that means nothing, WithoutProfile, and BadInput for damage or
+    the trace of another model."""
+    from .. import cases
+    from ..adapters.tape import Tape
+    from ..adapters.traced import check, plan_of
+    from ..run import Request
+    from ..trace import read_trace
+
+    trace = read_trace(Path(args.candidate))
+    check(trace, config)
+    plan = plan_of(Tape.of(trace, config))
+    plan = replace(plan, judged=tuple(p for p in plan.judged if p in named_phases(args, plan.judged)))
+    chosen, required = named_ops(args)
+    drift = args.ops is None if args.drift is None else args.drift
+    layers = tuple(cases.layer_numbers(args.layers, config))
+    return Request(layers, chosen, required, plan, trace.profile.name, 0, "trace", args.model or "", drift=drift, trace=trace,
+                   argument=args.candidate)  # fmt: skip
+
+
+def named_phases(args: argparse.Namespace, known: Sequence[str]) -> list[str]:
+    """Raises ValueError for a phase that is none of these."""
+    phases = args.phases.split(",") if args.phases else list(known)
+    unknown = [p for p in phases if p not in known]
+    if unknown:
+        raise ValueError(f"no phase {unknown[0]!r}; phases are {', '.join(known)}")
+    return phases
+
+
+def named_ops(args: argparse.Namespace) -> tuple[tuple[Op, ...], frozenset[str]]:
+    """Ops to judge, and the names of those that have to be. Raises ValueError for one that is none."""
+    from .. import ops
+
+    chosen = ops.select(args.ops.split(",") if args.ops else ["*"])
+    return tuple(chosen), frozenset(op.name for op in chosen if args.ops or args.gate)
 
 
 def read_prompts(file: Path, vocabulary: int) -> dict[str, Tensor]:

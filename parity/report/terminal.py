@@ -46,9 +46,16 @@ def reproduce(run: Record, verdict: Record) -> str:
     """A command that judges just this op again, on the same numbers. Free-running streams need the layers before."""
     layer = "all" if run["streams"] == "free-running" else verdict["layer_id"].removeprefix("layer_")
     words = ["v4parity run", "--layers", layer, "--ops", f"'{verdict['op']}'", "--phases", verdict["phase"]]
+    if trace := run.get("trace"):
+        words += ["--candidate", shlex.quote(trace["argument"])]
+        return " ".join([*words, *_model(run)])
     words += ["--ids-file", shlex.quote(run["ids"]["file"])] if run["ids"] else ["--lengths", _numbers(run["lengths"])]
     words += ["--start-pos", _numbers(run["start_pos"]), "--profile", run["profile"]["name"], "--seed", str(run["seed"])]
-    return " ".join([*words, *(["--model", shlex.quote(run["model_argument"])] if run["model_argument"] else [])])
+    return " ".join([*words, *_model(run)])
+
+
+def _model(run: Record) -> list[str]:
+    return ["--model", shlex.quote(run["model_argument"])] if run["model_argument"] else []
 
 
 def _numbers(values: Sequence[int]) -> str:

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from reference.errors import BadInput
 from reference.rounding import profile
 
 from .. import candidates, cases, ops, residual
+from ..adapters import traced
 from ..budget import codes as code_rules
 from ..budget.bounded import ACCUMULATE, LAMBDA, Arithmetic
 from ..flow import Flow, Setting
@@ -29,6 +31,7 @@ from ..run import one_thread
 from ..single.drawing import Inputs
 from ..single.verdict import Outputs, prepared
 from ..step import Step
+from ..trace import read_trace
 from ..twins import Expectations
 
 MOST = 1 << 16  # channels of a row that a script carries; of a longer one, those around the worst
@@ -68,6 +71,8 @@ def again(run: Record, verdict: Record, store: WeightStore) -> Evidence:
     one_thread()
     if run["ids"]:
         raise BadInput("the prompts of this run came from a file; repeat it with the command of the report")
+    if run.get("trace"):
+        return _of_trace(run, verdict, store)
     config, kept, arrived = store.config, list[Evidence](), list[int]()
     op = ops.BY_NAME[verdict["op"]]
 
@@ -93,6 +98,15 @@ def again(run: Record, verdict: Record, store: WeightStore) -> Evidence:
     if not kept:
         raise BadInput(f"{op.name}: the kernel raised before it put out anything: {verdict['outputs'][0]['worst']}")
     return kept[0]
+
+
+def _of_trace(run: Record, verdict: Record, store: WeightStore) -> Evidence:
+    """The same where a trace was the candidate."""
+    trace, op = read_trace(Path(run["trace"]["argument"])), ops.BY_NAME[verdict["op"]]
+    if trace.digest != run["trace"]["manifest_sha256"]:
+        raise BadInput(f"{trace.root}: another manifest than the run's")
+    r = traced.again(store, trace, op, verdict["layer"], verdict["phase"], ACCUMULATE[run["accumulate"]])
+    return Evidence(r.step, op, r.stored, r.expected)
 
 
 def _nothing(step: Step, name: str, stored: dict[str, Stored]) -> Expectations:

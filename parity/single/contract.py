@@ -280,5 +280,15 @@ def held_tokens(position: int, ratio: int) -> int:
 def names() -> frozenset[str]:
     """Every name that a trace may carry besides taps: batch, state, weights and outputs of single ops."""
     weights = {w.replace("EXPERTS", "ffn.experts") for c in _CONTRACTS.values() for w in c.weights}
-    ends = ("", *_ENDS)
-    return frozenset({name + end for name in ITEMS for end in ("", ".scale")} | {w + end for w in weights for end in ends})
+    of_ops = {tap(c.op, name) for c in _CONTRACTS.values() for name in (*c.outputs, *(_PARTS if c.outputs == ("ROW",) else ()))}
+    stored = {name + end for name in {*ITEMS, *of_ops} for end in ("", ".scale", ".slots")}
+    return frozenset(stored | {w + end for w in weights for end in ("", *_ENDS)})
+
+
+_PARTS = ("nope", "rope", "layout", "values", "gates", "cos", "sin")  # of a row, a ring, a table
+
+
+def tap(op: str, output: str) -> str:
+    """Name of an op's output inside its layer: a row or key is what its op is called, their parts are `attn.kv.nope`,
+    `attn.compressor.state.gates`, all others stand for themselves."""
+    return f"{op}.{output}" if output in _PARTS else op if output in ("row", "keys", "ROW") else output

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from reference.state import CompressorState, LayerState
 
 from .. import indexing, row_forms
 from ..budget.bounded import Arithmetic
+from ..evaluation import Weights
 from ..judge import Stored
 from ..step import Step
 from ..taps import Capture
@@ -75,9 +77,14 @@ class GivenTaps(Capture):
 
     def __init__(self, given: Mapping[str, Tensor], sizes: Sizes) -> None:
         super().__init__([""], given)
-        self._sizes = sizes
+        self._given, self._sizes = given, sizes
         for name, x in given.items():
             self(name, x)
+
+    def filled(self, names: Iterable[str]) -> GivenTaps:
+        """The same with zeros for what was not given: a kernel that puts out what two ops do reads both ops' inputs."""
+        zeros = {name: torch.zeros(self._sizes.shape(ITEMS[name])) for name in names}
+        return GivenTaps({**zeros, **self._given}, self._sizes)
 
     def __getitem__(self, name: str) -> Tensor:
         if name in self._parts or name not in ITEMS:
@@ -88,26 +95,31 @@ class GivenTaps(Capture):
 class GivenStep(Step):
     """A step of which every token is judged, however many there are."""
 
+    capture: GivenTaps
+
     @property
     def direct(self) -> bool:
         return True
 
 
 def given_step(inputs: Inputs, how: Arithmetic) -> GivenStep:
-    """The step behind an op's inputs. Raises BadInput for what is missing or has another dtype or shape than it should."""
+    """The step behind an op's inputs, its weights among them. Raises BadInput for what is missing or has another dtype or
+    shape than it should."""
     check(inputs)
-    config, layer = inputs.config, inputs.layer
-    loader = Loader(GivenWeights(config, layer, inputs.tensors), torch.float64, 0)
-    drafter = layer >= config.num_hidden_layers
-    mtp = loader.mtp(layer - config.num_hidden_layers) if drafter else None
-    block = mtp.block if mtp else loader.block(layer)
-    head = loader.head()
+    loader = Loader(GivenWeights(inputs.config, inputs.layer, inputs.tensors), torch.float64, 0)
+    return step_of(inputs, Weights.load(loader, inputs.config, inputs.layer), how, GivenStep)
+
+
+S = TypeVar("S", bound=GivenStep)
+
+
+def step_of(inputs: Inputs, weights: Weights, how: Arithmetic, kind: type[S]) -> S:
+    """The step of a kind behind inputs that are as they should be, with these weights."""
     taps = _taps(inputs)
-    streams = taps.get("streams", torch.empty(0))
-    before, after = _states(inputs, block.attn)
-    step = GivenStep(
-        config, layer, inputs.phase, block, mtp, inputs.batch, streams, loader.embed,
-        (mtp.hc_head, mtp.norm, head[2]) if mtp else head, GivenTaps(taps, inputs.sizes), before, after,
+    before, after = _states(inputs, weights.block.attn)
+    step = kind(
+        inputs.config, inputs.layer, inputs.phase, weights.block, weights.mtp, inputs.batch,
+        taps.get("streams", torch.empty(0)), weights.loader.embed, weights.head, GivenTaps(taps, inputs.sizes), before, after,
         Sites(profile(inputs.profile)), how, 0, stored=_stored(inputs),
     )  # fmt: skip
     for name in indexing_tables(step.stored):
@@ -154,6 +166,8 @@ def _taps(inputs: Inputs) -> dict[str, Tensor]:
     """Payloads in float64, or as integers; MTP's embedding without an axis of streams, its `h_proj` with one."""
     out: dict[str, Tensor] = {}
     for name in inputs.contract.inputs:
+        if name in ("cos", "sin"):  # a step says itself what its table is
+            continue
         if ITEMS[name].storage == "key":
             out[name] = dequantised(inputs, name)
         elif ITEMS[name].storage != "e4m3":
@@ -164,7 +178,9 @@ def _taps(inputs: Inputs) -> dict[str, Tensor]:
 
 
 def dequantised(inputs: Inputs, name: str) -> Tensor:
-    """Index keys or queries as float64."""
+    """Index keys or queries as float64, from their codes unless they are numbers already."""
+    if inputs[name].is_floating_point():
+        return inputs[name].double()
     form = FORMS[inputs.profile].keys.form
     codes, scales = row_forms.key_codes(inputs[name], inputs[f"{name}.scale"], form)
     block = GROUP[form]

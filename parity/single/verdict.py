@@ -93,17 +93,23 @@ def prepared(inputs: Inputs, outputs: Outputs, how: Arithmetic) -> tuple[GivenSt
         said = f"no output {unknown[0]}" if unknown else f"output {missing[0]}: missing"
         raise BadInput(f"{said}; {inputs.op} puts out {', '.join(c.outputs)}")
     step = given_step(inputs, how)
-    stored = _as_candidates_store(step, dict(outputs))
+    stored = as_candidates_store(step, dict(outputs))
     assert op.twin is not None
-    expected = {name: e for name, e in op.twin(step, inputs.op, stored).items() if name in stored}
+    return step, *fitted(stored, op.twin(step, inputs.op, stored))
+
+
+def fitted(stored: dict[str, Stored], expected: Expectations) -> tuple[dict[str, Stored], Expectations]:
+    """What a verdict compares: choices in one order, plain outputs in the format they are stored in, nothing that is not
+    stored. Raises BadInput for a coarser format than the op's."""
+    expected = {name: e for name, e in expected.items() if name in stored}
     for name, e in expected.items():
         if name.startswith(CHOICES):
             e, stored[name] = _in_any_order(e, stored[name])
         expected[name] = Expectation(_in_stored_form(e, stored[name], name), _ours_apart(e.places))
-    return step, stored, expected
+    return stored, expected
 
 
-def _as_candidates_store(step: GivenStep, outputs: dict[str, Stored]) -> dict[str, Stored]:
+def as_candidates_store(step: GivenStep, outputs: dict[str, Stored]) -> dict[str, Stored]:
     """The same outputs under the names and in the tables that twins use."""
     for name in ("attn.indexer.picks", "ffn.gate.experts"):
         if name in outputs:
