@@ -61,12 +61,14 @@ def machine(changes: Changes) -> type[EngineMachine]:
     return type("Wrong", (EngineMachine,), {"changes": changes})
 
 
+SEARCHED = {name: (planned, edits) for name, edits in STEP.items()}
+SEARCHED |= {n: (owned, OWNER[n]) for n in ("a fork's rings are those of a new request", "a prefix is the slot itself")}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("plant", "edits"), [*((planned, e) for e in STEP.values()), *((owned, e) for e in OWNER.values())], ids=[*STEP, *OWNER]
-)
+@pytest.mark.parametrize(("plant", "edits"), SEARCHED.values(), ids=SEARCHED)
 def test_a_mistake_is_found(plant: Callable[[Edits, Path], Changes], edits: Edits, tmp_path: Path) -> None:
-    search = settings(max_examples=40, stateful_step_count=40, phases=[Phase.generate], database=None, derandomize=True,
+    search = settings(max_examples=40, stateful_step_count=20, phases=[Phase.generate], database=None, derandomize=True,
                       report_multiple_bugs=False)  # fmt: skip
     with pytest.raises(AssertionError):
         run_state_machine_as_test(machine(plant(edits, tmp_path)), settings=search)
@@ -85,6 +87,32 @@ def test_a_history_by_hand_finds_a_ring_that_keeps_too_little(tmp_path: Path) ->
     by_hand(EngineMachine())
     with pytest.raises(AssertionError, match="after 125"):
         by_hand(machine(planned(STEP["rings keep too little"], tmp_path))())
+
+
+def shared_by_hand(run: EngineMachine) -> None:
+    """A fork and a prefix in the middle of a block, a group of CSA and one of HCA; all of them go on."""
+    run.add(125)
+    run.decode_all(1)
+    run.fork(0)
+    run.keep(0)
+    run.decode_all(2)
+    run.step(run.live[:1], [9], 5)  # more than its rings hold beside what the prefix needs
+    run.start_from_prefix(0)
+    run.step([run.live[2], run.live[0]], [3, 2], 3)
+    run.free(1)
+    run.decode_all(4)
+    run.teardown()
+
+
+def test_a_history_with_a_fork_and_a_prefix_by_hand() -> None:
+    shared_by_hand(EngineMachine())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OWNER)
+def test_a_mistake_of_sharing_is_found_by_hand(name: str, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError):
+        shared_by_hand(machine(owned(OWNER[name], tmp_path))())
 
 
 def wrong_sink(tmp_path: Path) -> Changes:
