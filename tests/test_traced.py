@@ -49,6 +49,7 @@ def test_every_op_of_a_trace_is_judged_and_a_whole_layer(clean):
         jsonschema.validate(record, schema)
 
 
+@pytest.mark.slow
 def test_verdicts_are_those_of_a_run_of_the_same_kernels(clean):
     """A run feeds kernels with the twin's payloads, an engine with its own: where these are the same, so is every number."""
     theirs, equal = verdicts(clean[1]), {}
@@ -99,7 +100,7 @@ def tokens_shifted(outputs):
 
 MISTAKES = [
     ("attn.q", first_row_negated, "sequence 0 position 5", ""),
-    ("attn.indexer.compressor.row", nibbles_swapped, "sequence 1 position 7", ""),
+    ("attn.indexer.compressor.row", nibbles_swapped, "sequence 1 position 7", "slow"),
     ("ffn.gate.experts", another_expert, "sequence 0 position 8", ""),
     ("attn.kv", a_row_behind, "sequence 1 position 6", "slow"),
     ("attn.wo_b.input", a_scale_doubled, "sequence 1 position 5", "slow"),
@@ -156,6 +157,28 @@ def test_what_a_trace_lacks_is_not_run_with_the_reason(whole, tmp_path):
     assert reasons["attn.compressor.row"] == "the trace has no attn.compressor.scores"
     assert reasons["hc_attn.pre"] == reasons["hc_attn.streams"] == "the trace has no hc_attn.post"
     assert reasons["attn.rope.table"] == "the trace has no attn.rope.table.cos"
+
+
+def test_choices_without_scores_are_judged_as_sets(whole, tmp_path):
+    """By the gaps that both scores' bounds excuse, experts' weights within them; a choice that is none fails."""
+    words = ("--ops", "ffn.gate.experts,attn.indexer.picks", "--no-drift", "--phases", "chunk")
+    lacking = without("ffn.gate.scores", "attn.indexer.scores")
+    code, said = judged(edited(whole, tmp_path / "t", lacking), tmp_path / "run", *words)
+    found = verdicts(said)
+    assert code == 0 and {op for op, _ in found} == {"ffn.gate.experts", "attn.indexer.picks"}
+    assert all("the trace has no" in r["bound"] for r in found.values())
+    assert {"gap"} == set(found["attn.indexer.picks", "chunk"]["tests"])
+
+    def change(entries, values):
+        values["4.layers.2.ffn.gate.experts"] = another_expert({"ffn.gate.experts": values["4.layers.2.ffn.gate.experts"]})[
+            "ffn.gate.experts"
+        ]
+        values["5.layers.2.attn.indexer.picks"][0, 0] = 3  # of the group that is not complete
+        return entries, values
+
+    path = edited(written(right(), tmp_path / "wrong", change=change), tmp_path / "u", lacking)
+    code, said = judged(path, tmp_path / "bad", *words)
+    assert code == 1 and all(r["verdict"] == "fail" for r in verdicts(said).values())
 
 
 def test_a_request_that_begins_in_the_middle_has_no_past(whole, tmp_path):

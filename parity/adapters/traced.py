@@ -27,7 +27,7 @@ from ..drift import Drift, LogitsDrift
 from ..evaluation import Weights
 from ..flow import EXPERT_MEMORY, Judged, raised
 from ..judge import Codes, Dense, MismatchedShape, Stored, Verdict, judge
-from ..ops import Op
+from ..ops import Op, Twin
 from ..records import config_digest
 from ..single.contract import ITEMS, LEFT_OUT, contract, tap
 from ..single.given import GivenStep, step_of
@@ -37,6 +37,7 @@ from ..twins import Expectation, Expectations, bounded_table
 from .feeding import Feed
 from .layers import Layer
 from .reading import NO, Missing, encoded, joined, plain
+from .spans import WITHOUT_SCORES
 from .tape import Held, Tape
 
 
@@ -135,7 +136,8 @@ def judged(op: Op, feed: Feed, weights: Weights, steps: Sequence[int], how: Arit
         yield Judged(op, feed.layer, phase, (), LEFT_OUT[op.name])
         return
     feed.spans.clear()
-    able, lacking = _sorted_out(op.name, feed, steps)
+    asked = Asked.of(op, feed, steps)
+    able, lacking = _sorted_out(asked, feed, steps)
     if able:
         outputs = _outputs(able)
         c = contract(op.name, feed.config, feed.layer, FORMS[feed.profile].rows)
@@ -143,7 +145,7 @@ def judged(op: Op, feed: Feed, weights: Weights, steps: Sequence[int], how: Arit
         lacking += [reason for reason in absent for _ in steps]
         spans = "".join(f"; from {source}: {NO.format(name)}" for name, source in feed.spans.items())
         try:
-            replayed = replay(op, feed, weights, able, how)
+            replayed = replay(asked, feed, weights, able, how)
             verdicts = tuple(_of_request(v, feed, list(able)) for v in replayed.verdicts())
             yield Judged(replace(op, bound=op.bound + spans), feed.layer, phase, verdicts)
         except Missing as missing:
@@ -154,15 +156,34 @@ def judged(op: Op, feed: Feed, weights: Weights, steps: Sequence[int], how: Arit
         yield Judged(op, feed.layer, phase, (), reason + (f", in {n} of {len(steps)} steps" if n < len(steps) and able else ""))
 
 
+@dataclass(frozen=True)
+class Asked:
+    """An op, whose inputs it is given, and its twin: where the scores of a choice are not there, what they are made of."""
+
+    op: Op
+    inputs: str
+    twin: Twin
+
+    @classmethod
+    def of(cls, op: Op, feed: Feed, steps: Sequence[int]) -> Asked:
+        assert op.twin is not None
+        scores, twin = WITHOUT_SCORES.get(op.name, ("", op.twin))
+        if not scores or any(feed.tape.get(feed.layer, scores, k) for k in steps):
+            return cls(op, op.name, op.twin)
+        feed.spans[scores] = "what they are made of"
+        return cls(op, scores, twin)
+
+
 Both = tuple[dict[str, Tensor], dict[str, Held]]
 
 
-def _sorted_out(op: str, feed: Feed, steps: Sequence[int]) -> tuple[dict[int, Both], list[str]]:
+def _sorted_out(asked: Asked, feed: Feed, steps: Sequence[int]) -> tuple[dict[int, Both], list[str]]:
     """Inputs and outputs of the steps that have both; what the others lack."""
     able, lacking = {}, []
     for k in steps:
         try:
-            able[k] = feed.of_step(op, k), feed.outputs(op, k)
+            ids = feed.ids(k, (asked.op.name,))
+            able[k] = {**feed.of_step(asked.inputs, k), "ids": ids}, feed.outputs(asked.op.name, k)
         except Missing as missing:
             lacking.append(str(missing))
     return able, lacking
@@ -188,10 +209,9 @@ class Replayed:
             yield judge(name, self.stored[name], e.expected, self.step.how, e.places)
 
 
-def replay(op: Op, feed: Feed, weights: Weights, able: Mapping[int, Both], how: Arithmetic) -> Replayed:
+def replay(asked: Asked, feed: Feed, weights: Weights, able: Mapping[int, Both], how: Arithmetic) -> Replayed:
     """Raises Missing for what only the twin turns out to need, MismatchedShape for outputs that are not of the op's form."""
-    assert op.twin is not None
-    inputs = feed.together(op.name, list(able), [given for given, _ in able.values()])
+    inputs = feed.together(asked.inputs, list(able), [given for given, _ in able.values()])
     step = step_of(inputs, weights, how, TracedStep)
     cos, sin = (feed.tape.table(feed.layer, name) for name in ("cos", "sin"))
     step.known = {"cos": cos, "sin": sin} if cos and sin else None
@@ -200,7 +220,7 @@ def replay(op: Op, feed: Feed, weights: Weights, able: Mapping[int, Both], how: 
     put = {name: joined(x, width.get(name), -1 if name.endswith("picks") else 0) for name, x in parts}
     with _of_form():
         stored = as_candidates_store(step, {n: y for n, x in put.items() if (y := plain(x, ITEMS[n])) is not None})
-    expected = op.twin(step, op.name, stored)
+    expected = asked.twin(step, asked.op.name, stored)
     with _of_form():
         for name, e in expected.items():
             if isinstance(e.expected, Codes) and name in put and name not in stored:
@@ -237,10 +257,12 @@ def again(store: WeightStore, trace: Trace, op: Op, layer: int, phase: str, how:
     check(trace, store.config)
     weights = Weights.load(Loader(store, torch.float64, EXPERT_MEMORY), store.config, layer)
     feed = Feed(Tape.of(trace, store.config), store.config, layer, trace.profile.name, weights.block)
-    able, lacking = _sorted_out(op.name, feed, [k for k, s in enumerate(feed.tape.segments) if s.phase == phase])
+    steps = [k for k, s in enumerate(feed.tape.segments) if s.phase == phase]
+    asked = Asked.of(op, feed, steps)
+    able, lacking = _sorted_out(asked, feed, steps)
     try:
         if able:
-            return replay(op, feed, weights, able, how)
+            return replay(asked, feed, weights, able, how)
     except (Missing, MismatchedShape) as error:
         lacking = [str(error)]
     raise BadInput(f"{trace.root}: {op.name}, layer {layer}, {phase}: {', '.join(dict.fromkeys(lacking)) or 'no such step'}")
