@@ -23,6 +23,7 @@ from reference.rounding import profile
 
 from . import candidates, cases, ops, records
 from .adapters.traced import Traced
+from .budget.bounded import ACCUMULATE, Arithmetic
 from .drift import Drift, LogitsDrift
 from .flow import Flow, Judged, Setting, Streams
 from .journal import Journal
@@ -34,8 +35,6 @@ from .trace import Trace
 PROFILES = tuple(FORMS)  # builds that a candidate exists for
 ON_GPU = candidates.DEVICE != "cpu"
 ENGINE = f"optimized ({'Triton on a GPU' if ON_GPU else 'Triton interpreter'})"
-
-
 CANDIDATES = ("optimized",)
 
 
@@ -45,7 +44,7 @@ class Request:
     from layer to layer, or `synthetic` at every layer. `model` is the user's word for it, if there was one. `ids` are
     those of the first sequences, read from `ids_file`; the others' are drawn. With `drift` the candidate runs whole layers
     too. Kernels run in the layers of `candidate` (None: all); the others are evaluated only. With `trace` nothing runs but the
-    twin: what is judged, and the plan, are the trace's, and `argument` is the user's word for it."""
+    twin: what is judged, and the plan, are the trace's, and `argument` is the user's word for it. `how` the candidate adds."""
 
     layers: tuple[int, ...]
     ops: tuple[ops.Op, ...]
@@ -61,6 +60,7 @@ class Request:
     candidate: frozenset[int] | None = None
     trace: Trace | None = None
     argument: str = ""
+    how: Arithmetic = ACCUMULATE["fp32"]
 
     def asks(self, layer: int) -> bool:
         """Whether a candidate's ops are judged in this layer."""
@@ -97,7 +97,7 @@ def run(
     names = [cases.layer_id(config, i) for i in request.layers]
     parts = journal.finished(names)
     layers = _kernels(store, request, journal, names[: len(parts)]) if request.trace is None else Traced.start(
-        store, request.trace, request.ops, ops.ARITHMETIC, request.plan, request.drift)  # fmt: skip
+        store, request.trace, request.ops, request.how, request.plan, request.drift)  # fmt: skip
     for done, layer in enumerate(request.layers[len(parts) :], len(parts)):
         parts.append(_layer(layers, config, layer, request, partial(listen, done)))
         journal.keep(names[done], parts[-1], layers.streams)
@@ -107,7 +107,7 @@ def run(
 
 def _kernels(store: WeightStore, request: Request, journal: Journal, finished: Sequence[str]) -> Flow:
     """Kernels of `optimized`, at the layer behind the finished ones."""
-    setting = Setting(store, profile(request.profile), request.plan, request.ops, ops.ARITHMETIC, request.seed,
+    setting = Setting(store, profile(request.profile), request.plan, request.ops, request.how, request.seed,
                       whole=request.drift, candidate=request.candidate)  # fmt: skip
     flow = Flow.start(setting)
     flow.ids[: len(request.ids)] = request.ids
@@ -160,7 +160,7 @@ def _header(store: WeightStore, request: Request) -> Record:
         store.config,
         engine=ENGINE if request.trace is None else _engine(request.trace),
         profile=profile(request.profile).to_json(),
-        accumulate=ops.ARITHMETIC.name,
+        accumulate=request.how.name,
         seed=request.seed,
         model_argument=request.model,
         streams=request.streams,

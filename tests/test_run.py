@@ -74,6 +74,18 @@ def test_exit_1_when_a_verdict_fails_and_the_record_names_the_place(tmp_path, br
     assert cli.main([*words, "--out", str(tmp_path / "again")]) == 1
 
 
+def test_sums_of_fewer_bits_are_judged_as_such(tmp_path, monkeypatch):
+    """Products off by a unit or two of bfloat16: wrong for sums in float32, and within what those of a Hopper may lose."""
+    honest = candidates.gemm_fp8
+    monkeypatch.setattr(candidates, "gemm_fp8", lambda *operands: (honest(*operands).float() * (1 + 2.0**-7)).bfloat16())
+    words = [*SMALL, *ONE]
+    assert run(tmp_path, *words, name="float32")[0] == 1
+    code, said = run(tmp_path, *words, "--accumulate", "hopper-fp8", name="hopper")
+    assert (code, said[0]["accumulate"]) == (0, "hopper-fp8")
+    (product,) = (r for r in said if r["record"] == "verdict" and r["op"] == "attn.wq_a")
+    assert "--accumulate hopper-fp8" in reproduce(said[0], product) and product["budget_used"] > 0
+
+
 def test_exit_1_when_a_whole_layer_departs_and_every_op_passes(tmp_path, monkeypatch, capsys):
     """The two mixes of a layer exchanged: no op is wrong, and the run fails in every form it is told in."""
     honest = alone.block
@@ -102,6 +114,7 @@ def test_exit_1_when_a_whole_layer_departs_and_every_op_passes(tmp_path, monkeyp
         ["--lengths", "", "--start-pos", ""],
         ["--start-pos", "1048576"],
         ["--profile", "official"],
+        ["--accumulate", "fp16"],
     ],
 )
 def test_exit_2_for_a_word_that_means_nothing(tmp_path, words, capsys):

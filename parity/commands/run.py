@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from reference.checkpoint.store import WeightStore
     from reference.config import Config
 
+    from ..budget.bounded import Arithmetic
     from ..cases import Plan
     from ..ops import Op
     from ..run import Request
@@ -53,6 +54,8 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--candidate", type=candidate, default="optimized", metavar="C",
                         help="who is judged: optimized (default), this project's kernels, or the directory of a trace")
     add_device(parser)
+    parser.add_argument("--accumulate", default="fp32", metavar="F",
+                        help="how the candidate adds up products: fp32 (default), hopper-fp8 or tf32")
     parser.add_argument("--candidate-layers", metavar="L",
                         help="layers that kernels run in, spelt as in --layers; the others are evaluated without (default: "
                         "all of --layers)")
@@ -148,7 +151,7 @@ def build_request(args: argparse.Namespace, config: Config) -> Request:
     streams = "free-running" if args.layers == "all" else "synthetic"
     return Request(layers, chosen, required, plan, named, args.seed, streams, args.model or "",
                    tuple(ids.values()), str(args.ids_file) if ids else "",
-                   args.ops is None if args.drift is None else args.drift, candidate)  # fmt: skip
+                   args.ops is None if args.drift is None else args.drift, candidate, how=accumulation(args))  # fmt: skip
 
 
 def of_trace(args: argparse.Namespace, config: Config) -> Request:
@@ -168,7 +171,16 @@ def of_trace(args: argparse.Namespace, config: Config) -> Request:
     drift = args.ops is None if args.drift is None else args.drift
     layers = tuple(cases.layer_numbers(args.layers, config))
     return Request(layers, chosen, required, plan, trace.profile.name, 0, "trace", args.model or "", drift=drift, trace=trace,
-                   argument=args.candidate)  # fmt: skip
+                   argument=args.candidate, how=accumulation(args))  # fmt: skip
+
+
+def accumulation(args: argparse.Namespace) -> Arithmetic:
+    """Raises ValueError for a format that is none."""
+    from ..budget.bounded import ACCUMULATE
+
+    if args.accumulate not in ACCUMULATE:
+        raise ValueError(f"no accumulate format {args.accumulate!r}; there are {', '.join(ACCUMULATE)}")
+    return ACCUMULATE[args.accumulate]
 
 
 def named_phases(args: argparse.Namespace, known: Sequence[str]) -> list[str]:

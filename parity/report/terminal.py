@@ -46,6 +46,7 @@ def reproduce(run: Record, verdict: Record) -> str:
     """A command that judges just this op again, on the same numbers. Free-running streams need the layers before."""
     layer = "all" if run["streams"] == "free-running" else verdict["layer_id"].removeprefix("layer_")
     words = ["v4parity run", "--layers", layer, "--ops", f"'{verdict['op']}'", "--phases", verdict["phase"]]
+    words += ["--accumulate", run["accumulate"]] if run["accumulate"] != "fp32" else []
     if trace := run.get("trace"):
         words += ["--candidate", shlex.quote(trace["argument"])]
         return " ".join([*words, *_model(run)])
