@@ -70,6 +70,19 @@ def departures(records: Sequence[Record], curve: str) -> list[Record]:
     return [r for r in drift if r.get("unexplained") or any(_far(x) for x in (r, *r.get("rows", {}).values()))]
 
 
+def departure(r: Record) -> str:
+    """In words, what of a whole layer departs: `layer_03, decode: streams 0.16 from the twin, rounding 0.0037`."""
+    parts = {"streams": r, **{f"{name} rows": x for name, x in r.get("rows", {}).items()}}
+    said = [f"{name} {_figure(x['relative_l2'])} from the twin, rounding {_figure(x.get('rounding'))}"
+            for name, x in parts.items() if _far(x)]  # fmt: skip
+    said += [f"{name} of {share:.0%} of tokens that scores do not explain" for name, share in r.get("unexplained", {}).items()]
+    return f"{r['layer_id']}, {r['phase']}: {'; '.join(said)}"
+
+
+def _figure(x: float | None) -> str:
+    return "not finite" if x is None else f"{x:.2g}"
+
+
 def _far(x: Mapping[str, Any]) -> bool:
     """A distance against its rounding."""
     distance, rounding = x["relative_l2"], x.get("rounding")

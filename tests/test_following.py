@@ -18,7 +18,7 @@ from optimized import moe
 from parity import cases, drift, following, records, run, whole
 from parity.flow import Flow, Setting
 from parity.following import explained
-from parity.locate import DEPARTS, first_divergence, headline
+from parity.locate import DEPARTS, departure, first_divergence, headline
 from reference.checkpoint.open import open_store
 from reference.rounding import profile
 
@@ -157,3 +157,9 @@ def test_where_token_ids_choose_nothing_else_is_right(monkeypatch):
 def test_unexplained_choices_alone_are_named():
     d = drift.Drift(CSA, "decode", "forced", 0.001, 1.0, 0, {}, {"experts": 0.5}, 0.01, unexplained={"experts": 1.0})
     assert said_of(d).endswith("the layer as a whole is not: experts that scores do not explain")
+    said = records.drift_record(STORE.config, d)
+    assert departure(said) == "layer_02, decode: experts of 100% of tokens that scores do not explain"
+    far = {**said, "relative_l2": None, "rows": {"window": {"relative_l2": 0.5, "rounding": 0.1}}, "unexplained": {}}
+    assert departure(far) == (
+        "layer_02, decode: streams not finite from the twin, rounding 0.01; window rows 0.5 from the twin, rounding 0.1"
+    )

@@ -96,8 +96,9 @@ def test_exit_1_when_a_whole_layer_departs_and_every_op_passes(tmp_path, monkeyp
     summary = said[-1]
     assert (code, summary["failed"], summary["departed"], summary["passed"]) == (1, 0, 1, 2)
     jsonschema.Draft202012Validator(records.schema()).validate(summary)
-    assert "0 failed; whole layers that depart: 1;" in capsys.readouterr().out
-    assert "1 whole layer departs from the twin" in render(said)
+    printed, page = capsys.readouterr().out, render(said)
+    assert "0 failed; whole layers that depart: 1;" in printed and "DEPARTS layer_01, decode: streams 0." in printed
+    assert "1 whole layer departs from the twin" in page and "layer_01, prefill: streams 0." in page
     assert "passed; whole layers that depart: 1" in markdown.render(said)
     suite = junit.render(said)
     assert 'failures="2"' in suite and 'name="layer_01-hca-whole-decode"' in suite and "every op is right" in suite

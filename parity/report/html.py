@@ -10,7 +10,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, select_autoescape
 
-from ..locate import headline
+from ..locate import departure, departures, headline
 from ..records import write_bytes
 from .attribution import bars, of_drift
 from .curves import choices, panels
@@ -35,6 +35,7 @@ def render(records: Sequence[Record]) -> str:
         closest=closest(verdicts), reproduce=partial(reproduce, run), missing=missing(records),
         heat=heatmap(run, verdicts), panels=panels(_of(records, "drift")), choices=choices(_of(records, "drift")),
         logits=_of(records, "logits"), attributions=bars(_of(records, "attribution")),
+        departed=[departure(r) for r in departures(records, "forced")],
         broken=[r for r in _of(records, "drift") if r.get("error")], flips=flips(verdicts), data=data(run, verdicts),
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..locate import headline
+from ..locate import departure, departures, headline
 from ..options import show_bytes
 
 Record = Mapping[str, Any]
@@ -83,8 +83,10 @@ def print_report(records: Sequence[Record], console: Console | None = None) -> N
             f"{output['failing_rows']} of {output['rows']} rows, worst at {place(output['worst'])}"
         )
         console.print(f"     {reproduce(records[0], verdict)}", soft_wrap=True, highlight=False)
+    for r in departures(records, "forced"):
+        console.print(f"[bold red]DEPARTS[/] {escape(departure(r))}", soft_wrap=True, highlight=False)
     _print_not_run(records, console)
-    _print_layers([r for r in records if r["record"] == "layer"], console)
+    _print_layers(records, console)
     _print_summary(records[-1], console)
 
 
@@ -111,10 +113,10 @@ def _print_not_run(records: Sequence[Record], console: Console) -> None:
         console.print(f"  {escape(reason)}: {escape(', '.join(ops))}", highlight=False)
 
 
-def _print_layers(layers: Sequence[Record], console: Console) -> None:
-    """Seconds of a layer, with kernels and without, and the largest resident set."""
-    parts = []
-    for candidate, words in ((False, "without kernels"), (True, "with kernels")):
+def _print_layers(records: Sequence[Record], console: Console) -> None:
+    """Seconds of a layer, with kernels and without or of a trace, and the largest resident set."""
+    layers, parts = [r for r in records if r["record"] == "layer"], []
+    for candidate, words in ((False, "without kernels"), (True, "of the trace" if records[0].get("trace") else "with kernels")):
         seconds = [r["volatile"]["seconds"] for r in layers if r["candidate"] == candidate]
         if seconds:
             each = f"{min(seconds):.1f} to {max(seconds):.1f} s each, {sum(seconds):.0f} s together"
