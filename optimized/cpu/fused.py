@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
@@ -17,7 +18,7 @@ from reference.checkpoint.threads import ALONE_BELOW, threads_for
 from reference.errors import BadInput
 
 if TYPE_CHECKING:
-    from .packing import Packed
+    from .packing import Distinct, Packed
 
 KERNELS = ("vnni", "avx512", "vector", "plain", "torch")  # in order of speed
 SCALES = (1, 240)  # bytes from a normal number to one that 2^14 times does not overflow
@@ -34,12 +35,34 @@ def best() -> str:
     half precision; plain loops; torch where there is no numba."""
     if find_spec("numba") is None:
         return "torch"
-    from llvmlite import binding
-
-    there = {name for name, has in binding.get_host_cpu_features().items() if has}
+    there = cpu_features()
     if {"avx512f", "avx512bw", "avx512vbmi"} <= there:
         return "vnni" if "avx512vnni" in there else "avx512"
     return "vector" if {"avx2", "f16c", "fma"} <= there or "fullfp16" in there else "plain"
+
+
+def cpu_features() -> set[str]:
+    """What this CPU has beyond the least of its kind, by LLVM's names."""
+    from llvmlite import binding
+
+    return {name for name, has in binding.get_host_cpu_features().items() if has}
+
+
+@cache
+def moves_bits() -> bool:
+    """Whether this CPU moves bits by matrices, and computes with subnormal numbers about as fast as with others."""
+    return "gfni" in cpu_features() and seconds_of(2.0**-140) < 2 * seconds_of(2.0**-100)
+
+
+def seconds_of(value: float) -> float:
+    """The time of 2^14 float32 multiplications of this value, the best of 32."""
+    x, best = np.full(1 << 14, value, np.float32), float("inf")
+    out = np.empty_like(x)
+    for _ in range(32):
+        began = time.perf_counter()
+        np.multiply(x, np.float32(2.0**100), out=out)
+        best = min(best, time.perf_counter() - began)
+    return best
 
 
 class Products:
@@ -85,7 +108,8 @@ class Products:
             self.admit("", weight, its_scale)
             for tokens in (1, 2 * _WIDTH + 1):  # packed by one thread, and by all
                 x = torch.ones(tokens, _WIDTH, dtype=dtype)
-                x[0, 0] = 2.0**30  # of which integers leave out much
+                self([(weight, its_scale, x, 0, _WIDTH)])
+                x[0, 0] = 2.0**30  # of which integers leave out much, and with which bits are not moved
                 self([(weight, its_scale, x, 0, _WIDTH)])
         self.multiply_adds = before
         self._examined.clear()
@@ -162,18 +186,20 @@ def _columns(weight: Tensor) -> int:
 
 
 def _run_vector(kernels: str, jobs: list[Job], out: list[Tensor]) -> None:
-    from . import packing, vector
+    from . import codes, packing, vector
 
     stored, tables = jobs[0][0].dtype, kernels != "vector"  # tables are read by the permutations of AVX-512
-    order = None
+    inputs, order, factor = packing.Distinct([x for _, _, x, _, _ in jobs]), None, 1.0
     if stored == torch.float8_e4m3fn:
-        code, height, scaled = vector.E4M3 if tables else vector.E4M3_HALF, FP8_BLOCK, 1
-        order = vector.BY_BYTE if tables else None
+        code, height, scaled = codes.E4M3 if tables else codes.E4M3_HALF, FP8_BLOCK, 1
+        order = codes.BY_BYTE if tables else None
+        if tables and _movable(inputs):
+            code, factor = codes.E4M3_MOVED, codes.MOVED_X
     elif stored == torch.int8:
-        code, height, scaled, order = vector.E2M1 if tables else vector.E2M1_HALF, 1, _WIDTH // FP4_BLOCK, vector.BY_NIBBLE
+        code, height, scaled, order = codes.E2M1 if tables else codes.E2M1_HALF, 1, _WIDTH // FP4_BLOCK, codes.BY_NIBBLE
     else:
-        code, height, scaled = vector.BF16, 1, 0
-    held, packed = _contiguous(jobs), packing.in_order([x for _, _, x, _, _ in jobs], order)
+        code, height, scaled = codes.BF16, 1, 0
+    held, packed = _contiguous(jobs), packing.in_order(inputs, order, factor)
     table = _table(jobs, held, packed, out)
     width, row_bytes = jobs[0][2].shape[1], jobs[0][0].shape[1] * jobs[0][0].itemsize
     blocks = width // _WIDTH
@@ -181,15 +207,24 @@ def _run_vector(kernels: str, jobs: list[Job], out: list[Tensor]) -> None:
     vector.product(code, number, table, row_bytes // blocks, row_bytes, scaled * blocks, height, scaled, blocks)
 
 
+def _movable(inputs: Distinct) -> bool:
+    """Whether codes are read by moving their bits: for one token, where it is quicker, of inputs with which it is exact."""
+    from . import codes, vector
+
+    if inputs.rows.dtype != torch.float32 or max(inputs.tokens) > 1 or not moves_bits():
+        return False
+    return bool(vector.movable(inputs.rows.numpy(), codes.LEAST, codes.MOST))
+
+
 def _run_vnni(kernels: str, jobs: list[Job], out: list[Tensor]) -> None:
-    from . import packing, vector
+    from . import codes, packing, vector
 
     packed, stored, width = packing.in_integers([x for _, _, x, _, _ in jobs]), _contiguous(jobs), jobs[0][2].shape[1]
     found = [y if rest is None else y.new_empty(t, y.shape[1])
              for y, t, rest in zip(out, packed.tokens, packed.rests, strict=True)]  # fmt: skip
     held, scaled, blocks = _WIDTH // 2, _WIDTH // FP4_BLOCK, width // _WIDTH
     table = _table(jobs, stored, packed, found)
-    vector.product(vector.E2M1_BYTES, np.float32(0), table, held, width // 2, width // FP4_BLOCK, 1, scaled, blocks)
+    vector.product(codes.E2M1_BYTES, np.float32(0), table, held, width // 2, width // FP4_BLOCK, 1, scaled, blocks)
     for y, more, rest in zip(out, found, packed.rests, strict=True):
         if rest is not None:
             y.copy_(more[: len(y)]).index_add_(0, rest, more[len(y) :])

@@ -1,4 +1,4 @@
-"""Vectors of LLVM for the intrinsics of `vector` and `vnni`. Source: docs/cpu.md §2.
+"""Vectors of LLVM for the intrinsics of `vector`, `codes` and `vnni`. Source: docs/cpu.md §2.
 
 numba's cache of those files does not look at this one: after a change here, delete `optimized/cpu/__pycache__`.
 """

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import vector, vnni
+from . import codes, vector, vnni
 
 ALONE = 1 << 15  # elements that one thread packs before another is awake
 
@@ -44,9 +44,9 @@ class Distinct:
         return Packed(*([of[i] for i in self.of_job] for of in (addresses, tokens, rests)), held)
 
 
-def in_order(xs: Sequence[Tensor], order: Any) -> Packed:
-    """Float inputs, columns of a block in this order: [in/128, padded t, 128] each."""
-    inputs = Distinct(xs)
+def in_order(inputs: Distinct, order: Any, factor: float) -> Packed:
+    """Float inputs times a power of two, columns of a block in this order: [in/128, padded t, 128] each. Without an order
+    the factor is 1."""
     width, none = inputs.rows.shape[1], [None] * len(inputs.xs)
     if order is None and max(inputs.tokens) == 1:
         out, padded = inputs.rows, inputs.tokens
@@ -54,7 +54,8 @@ def in_order(xs: Sequence[Tensor], order: Any) -> Packed:
         padded = [_padded(t) for t in inputs.tokens]
         out, firsts = inputs.rows.new_empty(sum(padded) * width), np.array([0, *accumulate(inputs.tokens)])
         pack = vector.pack if out.numel() > ALONE else vector.pack_few
-        pack(inputs.rows.numpy(), firsts, vector.NATURAL if order is None else order, out.numpy())
+        rows = inputs.rows.numpy()
+        pack(rows, firsts, codes.NATURAL if order is None else order, rows.dtype.type(factor), out.numpy())
     addresses, token = [out.data_ptr()], width * out.itemsize
     for t in padded[:-1]:
         addresses.append(addresses[-1] + t * token)

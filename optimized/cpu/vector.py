@@ -2,44 +2,23 @@
 
 What a row's address holds is told by the type of a witness number (`CODES`), what is accumulated by that of another
 (float32 or float64). Every output is the same sum in the same order however many tokens, rows and threads share the
-call. Intrinsics and loops are in one file because numba's cache looks at the time of the loops' file only.
+call. Intrinsics and loops are in one file because numba's cache looks at the time of the loops' file only: after a change
+in `codes`, `ir` or `vnni` delete it.
 Source: docs/cpu.md §2. Imported on first use: it needs numba.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
 from numba import get_num_threads, njit, prange, types
 from numba.extending import intrinsic
 
 from . import vnni
-from .ir import (
-    BLOCK,
-    F16,
-    F32,
-    F64,
-    I8,
-    I16,
-    I32,
-    I64,
-    LANES,
-    ROWS,
-    broadcast,
-    call,
-    constant,
-    fma,
-    load,
-    pick,
-    prefetch,
-    rows,
-    splat,
-    store,
-    sum_lanes,
-    vector,
-)
+from .codes import CODES
+from .ir import BLOCK, F32, F64, I32, I64, LANES, ROWS, call, fma, load, prefetch, rows, splat, store, sum_lanes, vector
 
 GROUP = 32  # rows of one task; divides 128, so the rows of a task share their FP8 scales
 FEW = 4  # tokens of a block; up to as many see rows whole, and memory binds
@@ -47,110 +26,7 @@ TOKENS = 32  # tokens of a tile: its inputs and sums stay in the second cache
 PIECE = 8  # blocks of columns of a tile: inputs of four tokens stay in the first cache
 _LINE = 8  # counters to a line of the cache
 AHEAD = 28 << 10  # bytes between use and prefetch at least: less than that does not hide the memory's latency
-
-# Witnesses of what is stored: E4M3 and E2M1, read through tables (AVX-512) or half precision, BF16, E2M1 for `vnni`.
-E4M3, E4M3_HALF, E2M1, E2M1_HALF, BF16 = np.uint8(0), np.int32(0), np.int8(0), np.int16(0), np.uint16(0)
-E2M1_BYTES = np.int64(0)
-E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-
-
-def _e4m3_bits(code: int) -> int:
-    """The BF16 bits of an E4M3 magnitude, which has them exactly."""
-    exponent, mantissa = code >> 3, code & 7
-    value = mantissa * 2.0**-9 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
-    return int(np.float32(value).view(np.uint32)) >> 16
-
-
-def _halves(b: Any, bits: Any) -> Any:
-    """Bits of half precision, 16 lanes, as float32: hardware widens subnormals at full speed, float32 arithmetic does not."""
-    return b.fpext(b.bitcast(bits, vector(LANES, F16)), vector(LANES, F32))
-
-
-def _decode_e4m3(b: Any, w: Any) -> Iterator[Any]:
-    """Eight vectors of values, in `ORDERS[E4M3]`. Two tables of 128 bytes hold both bytes of a BF16 number: a permutation
-    looks a magnitude up, the sign joins, and bytes side by side are the upper halves of float32."""
-    bits, bytes_of = [_e4m3_bits(c) for c in range(128)], vector(64, I8)
-
-    def look_up(v: Any, table: list[int]) -> Any:
-        halves = [constant(I8, table[:64]), constant(I8, table[64:])]
-        return call(b, "llvm.x86.avx512.vpermi2var.qi.512", bytes_of, [halves[0], v, halves[1]])
-
-    for half in range(0, BLOCK, 64):
-        v = load(b, w, half, bytes_of)
-        low = look_up(v, [n & 255 for n in bits])
-        high = b.or_(look_up(v, [n >> 8 for n in bits]), b.and_(v, splat(64, I8, 0x80)))
-        for part in (0, 8):
-            lanes = [i + 64 * k for lane in range(0, 64, 16) for i in range(lane + part, lane + part + 8) for k in (0, 1)]
-            pairs = b.bitcast(pick(b, low, lanes, high), vector(LANES, I32))
-            yield b.bitcast(b.shl(pairs, splat(LANES, I32, 16)), vector(LANES, F32))
-            yield b.bitcast(b.and_(pairs, splat(LANES, I32, 0xFFFF0000)), vector(LANES, F32))
-
-
-def _decode_e4m3_half(b: Any, w: Any) -> Iterator[Any]:
-    """Eight vectors of code · 2⁻⁸: an E4M3 code moved under a half's exponent is that half, subnormals included."""
-    for offset in range(0, BLOCK, 32):
-        wide = b.sext(load(b, w, offset, vector(32, I8)), vector(32, I16))
-        half = b.and_(b.shl(wide, splat(32, I16, 7)), splat(32, I16, 0xBF80))
-        yield _halves(b, pick(b, half, range(LANES)))
-        yield _halves(b, pick(b, half, range(LANES, 32)))
-
-
-def _decode_e2m1(b: Any, w: Any) -> Iterator[Any]:
-    """Eight vectors of values; lane i of vector j is column 8i + j. The permutation ignores all but four bits of a lane."""
-    packed, table = load(b, w, 0, vector(LANES, I32)), [*E2M1_VALUES, *(-v for v in E2M1_VALUES)]
-    for j in range(8):
-        index = b.lshr(packed, splat(LANES, I32, 4 * j))
-        values = constant(F32, table)
-        yield call(b, "llvm.x86.avx512.permvar.sf.512", values.type, [values, index])
-
-
-def _decode_e2m1_half(b: Any, w: Any) -> Iterator[Any]:
-    """The same columns as value · 2⁻¹⁴: sign to the top of a half, exponent and mantissa to where they meet there."""
-    packed = load(b, w, 0, vector(LANES, I32))
-    for j in range(8):
-        code = b.lshr(packed, splat(LANES, I32, 4 * j))
-        sign = b.shl(b.and_(code, splat(LANES, I32, 8)), splat(LANES, I32, 12))
-        rest = b.shl(b.and_(code, splat(LANES, I32, 7)), splat(LANES, I32, 9))
-        yield _halves(b, b.trunc(b.or_(sign, rest), vector(LANES, I16)))
-
-
-def _decode_bf16(b: Any, w: Any) -> Iterator[Any]:
-    for offset in range(0, 2 * BLOCK, 2 * LANES):
-        wide = b.zext(load(b, w, offset, vector(LANES, I16)), vector(LANES, I32))
-        yield b.bitcast(b.shl(wide, splat(LANES, I32, 16)), vector(LANES, F32))
-
-
-def _powers(b: Any, exponents: Any, factor: float) -> Any:
-    """E8M0 bytes (16 lanes) times a power of two, as float32: the byte is the exponent, for bytes 1 and above."""
-    bits = b.shl(b.zext(exponents, vector(LANES, I32)), splat(LANES, I32, 23))
-    return b.fmul(b.bitcast(bits, vector(LANES, F32)), splat(LANES, F32, factor))
-
-
-def _scale_e4m3(factor: float) -> Any:
-    return lambda b, s: _powers(b, broadcast(b, LANES, load(b, s, 0, I8)), factor)
-
-
-def _scale_e2m1(factor: float) -> Any:
-    """Four bytes for 128 columns: of lane i the columns 8i … 8i+7."""
-    return lambda b, s: _powers(b, pick(b, load(b, s, 0, vector(4, I8)), [i // 4 for i in range(LANES)]), factor)
-
-
-# By witness type: decoding of a block, its scale, and its bytes. E2M1 by bytes is a block of its own.
-CODES: dict[Any, tuple[Any, Any, int]] = {
-    types.uint8: (_decode_e4m3, _scale_e4m3(1.0), BLOCK),
-    types.int32: (_decode_e4m3_half, _scale_e4m3(2.0**8), BLOCK),
-    types.int8: (_decode_e2m1, _scale_e2m1(1.0), BLOCK // 2),
-    types.int16: (_decode_e2m1_half, _scale_e2m1(2.0**14), BLOCK // 2),
-    types.uint16: (_decode_bf16, None, 2 * BLOCK),
-    types.int64: (None, None, BLOCK // 2),
-}
-
-# The column, of 128, that each place of a block decodes to.
-_LANE = np.arange(BLOCK) % LANES
-_VECTOR = np.arange(BLOCK) // LANES
-NATURAL = np.arange(BLOCK)
-BY_NIBBLE = _LANE * 8 + _VECTOR
-BY_BYTE = _VECTOR // 4 * 64 + _LANE // 4 * 16 + _VECTOR % 4 // 2 * 8 + _LANE % 4 * 2 + _VECTOR % 2
+_FLUSHES = 0x8040  # bits of a thread's control word: subnormal inputs are zeros, subnormal results are
 
 
 def _widened(b: Any, v: Any, wide: Any) -> Any:
@@ -169,11 +45,10 @@ def _multiply(b: Any, tokens: int, code: Any, at: list[Any], scales: list[Any], 
             here = load(b, x, (t * BLOCK + j * LANES) * size, wide)
             for r, value in enumerate(values):
                 total[r][t] = fma(b, here, value, total[r][t])
-    for r, row in enumerate(sums):
-        factor = _widened(b, scale(b, scales[r]), wide) if scale else splat(LANES, wide.element, 1.0)
+    for row, totals, factor in zip(sums, total, scale(b, scales), strict=True):
         for t in range(tokens):
             before = load(b, row, t * LANES * size, wide)
-            store(b, fma(b, total[r][t], factor, before), row, t * LANES * size)
+            store(b, fma(b, totals[t], _widened(b, factor, wide), before), row, t * LANES * size)
 
 
 def _block(tokens: int) -> Any:
@@ -268,6 +143,34 @@ def few_padded(tokens):
     return tokens + (tokens % FEW == FEW - 1)
 
 
+@intrinsic
+def _compute_subnormals(typing, code):
+    """With E4M3_MOVED, this thread computes with subnormals from here on, whatever it did -> what `_as_before` wants."""
+
+    def generate(context, b, signature, arguments):
+        if code != types.uint32:
+            return I64(0)
+        before, after = b.alloca(I32), b.alloca(I32)
+        call(b, "llvm.x86.sse.stmxcsr", ir.VoidType(), [before])
+        b.store(b.and_(b.load(before), I32(~_FLUSHES)), after)
+        call(b, "llvm.x86.sse.ldmxcsr", ir.VoidType(), [after])
+        return b.zext(b.load(before), I64)
+
+    return types.intp(code), generate
+
+
+@intrinsic
+def _as_before(typing, code, control):
+    def generate(context, b, signature, arguments):
+        if code == types.uint32:
+            before = b.alloca(I32)
+            b.store(b.trunc(arguments[1], I32), before)
+            call(b, "llvm.x86.sse.ldmxcsr", ir.VoidType(), [before])
+        return context.get_dummy_value()
+
+    return types.void(code, types.intp), generate
+
+
 @njit(nogil=True)
 def _task(code, number, jobs, held, ldw, lds, height, scaled, blocks, task):
     """One task of `product`: at most GROUP rows, those of one stretch between multiples of GROUP."""
@@ -279,7 +182,9 @@ def _task(code, number, jobs, held, ldw, lds, height, scaled, blocks, task):
     sums = np.full((GROUP, min(TOKENS, few_padded(tokens)), LANES), number)
     w, s, step = jobs[j, 0] + begin * ldw, jobs[j, 1] + begin // height * lds, lds if height == 1 else 0
     y = jobs[j, 3] + (begin - first) * sums.itemsize
+    control = _compute_subnormals(code)
     _walk(code, number, held, w, ldw, s, step, scaled, jobs[j, 2], tokens, blocks, end - begin, y, jobs[j, 7], sums)
+    _as_before(code, control)
 
 
 @intrinsic
@@ -318,8 +223,18 @@ def product(code: Any, number: Any, jobs: Any, held: int, ldw: int, lds: int, he
     _product(code, number, jobs, counters, held, ldw, lds, height, scaled, blocks)
 
 
+@njit(nogil=True, cache=True)
+def movable(x, least, most):
+    """Whether all of x [t, in] is zero or of a magnitude within [least, most): NaN is not."""
+    outside = 0
+    for v in x.flat:
+        size = abs(v)
+        outside += not (size < most and (size >= least or size == 0))
+    return outside == 0
+
+
 @njit(nogil=True)
-def _pack_block(x, firsts, order, out, k):
+def _pack_block(x, firsts, order, factor, out, k):
     blocks, at = x.shape[1] // BLOCK, 0
     for i in range(len(firsts) - 1):
         tokens = firsts[i + 1] - firsts[i]
@@ -327,20 +242,20 @@ def _pack_block(x, firsts, order, out, k):
         for t in range(padded):
             place = at + (k * padded + t) * BLOCK
             for c in range(BLOCK):
-                out[place + c] = x[firsts[i] + t, k * BLOCK + order[c]] if t < tokens else 0
+                out[place + c] = x[firsts[i] + t, k * BLOCK + order[c]] * factor if t < tokens else 0
         at += blocks * padded * BLOCK
 
 
 @njit(parallel=True, nogil=True, cache=True)
-def pack(x, firsts, order, out):
-    """Tokens x [t, in] of several inputs, each from its own of firsts [n + 1] (int64) on -> out, flat: one after the other
-    as [in/128, padded t, 128], columns of a block in this order [128]; missing tokens become zero."""
+def pack(x, firsts, order, factor, out):
+    """Tokens x [t, in] of several inputs, each from its own of firsts [n + 1] (int64) on -> out, flat: x · factor, one after
+    the other as [in/128, padded t, 128], columns of a block in this order [128]; missing tokens become zero."""
     for k in prange(x.shape[1] // BLOCK):
-        _pack_block(x, firsts, order, out, np.int64(k))
+        _pack_block(x, firsts, order, factor, out, np.int64(k))
 
 
 @njit(nogil=True, cache=True)
-def pack_few(x, firsts, order, out):
+def pack_few(x, firsts, order, factor, out):
     """`pack` by the caller's thread."""
     for k in range(x.shape[1] // BLOCK):
-        _pack_block(x, firsts, order, out, k)
+        _pack_block(x, firsts, order, factor, out, k)
