@@ -156,7 +156,7 @@ def test_the_router_works_in_the_type_of_the_run() -> None:
     assert not [site for name in ROUNDED for site in profile(name).sites if site.startswith("ffn.gate.")]
     x, gate, bias = normal(1, 500, 64).float(), normal(2, 96, 64).float(), 0.1 * normal(3, 96).float()
     logits = (x @ gate.T).bfloat16().float()
-    right = router_scores(x, gate)
+    right = router_scores(x @ gate.T)
     rough = torch.nn.functional.softplus(logits).sqrt()
     a, b = (choose_experts(scores, bias, 6).sort().values for scores in (right, rough))
     assert not torch.equal(a, b)
