@@ -97,6 +97,8 @@ class Products:
         """Compile what products in this dtype need, or load it where it was compiled before, so that no step waits for it."""
         if self.kernels == "torch":
             return
+        from .packing import ALONE
+
         rows, before = ALONE_BELOW // 4, self.multiply_adds  # their FP4 scales are examined by all threads
         scale = torch.full((rows, _WIDTH // FP4_BLOCK), 127, dtype=torch.uint8).view(torch.float8_e8m0fnu)
         stored = (
@@ -106,7 +108,7 @@ class Products:
         )
         for weight, its_scale in stored:
             self.admit("", weight, its_scale)
-            for tokens in (1, 2 * _WIDTH + 1):  # packed by one thread, and by all
+            for tokens in (1, ALONE // _WIDTH + 1):  # packed by one thread, and by all
                 x = torch.ones(tokens, _WIDTH, dtype=dtype)
                 self([(weight, its_scale, x, 0, _WIDTH)])
                 x[0, 0] = 2.0**30  # of which integers leave out much, and with which bits are not moved

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import codes, vector, vnni
 
-ALONE = 1 << 15  # elements that one thread packs before another is awake
+ALONE, ALONE_INTEGERS = 1 << 18, 1 << 15  # elements that one thread packs, or makes integers of, before another is awake
 
 
 @dataclass(frozen=True)
@@ -66,47 +66,35 @@ def in_integers(xs: Sequence[Tensor]) -> Packed:
     """Float32 inputs as `vnni` takes them. Where integers leave out much of a token, the rest of it follows as a token of
     its own."""
     inputs = Distinct(xs)
-    width = inputs.rows.shape[1]
-    sizes = [_nbytes(width, _padded(t)) for t in inputs.tokens]
+    tokens, rests = inputs.tokens, [None] * len(inputs.xs)
+    addresses, out, wide = _integers(inputs.rows, tokens)
+    if wide.any():
+        rows, tokens, rests = _with_rests(inputs, wide)
+        addresses, out, _ = _integers(rows, tokens)
+    return inputs.packed(addresses, tokens, rests, [out])
+
+
+def _integers(rows: Tensor, tokens: list[int]) -> tuple[list[int], Tensor, Any]:
+    """Tokens [all t, in] of inputs that have so many each -> where each input is packed, what holds them, and which tokens
+    are far from their integers [all t]."""
+    sizes = [rows.shape[1] // vector.BLOCK * _padded(t) * vnni.PACKED + 8 * _padded(t) for t in tokens]
     ends = list(accumulate(sizes))
     places = [(end - size, end, t, _padded(n), t == n - 1)
-              for end, size, n in zip(ends, sizes, inputs.tokens, strict=True) for t in range(n)]  # fmt: skip
-    out, wide = torch.empty(ends[-1], dtype=torch.uint8), np.empty(len(inputs.rows), np.bool_)
-    prepare = vnni.prepare if inputs.rows.numel() > ALONE else vnni.prepare_few
-    prepare(inputs.rows.numpy(), np.array(places, np.int64), out.numpy(), wide)
-    addresses, tokens, held = [out.data_ptr() + end - size for end, size in zip(ends, sizes, strict=True)], inputs.tokens, [out]
-    rests: list[Tensor | None] = [None] * len(tokens)
-    if wide.any():
-        for i, one in enumerate(np.split(wide, np.cumsum(tokens)[:-1])):
-            if one.any():
-                more, rests[i] = _with_rest(inputs.xs[i].contiguous(), torch.from_numpy(one).nonzero()[:, 0])
-                held.append(more)
-                addresses[i], tokens[i] = more.data_ptr(), tokens[i] + int(one.sum())
-    return inputs.packed(addresses, tokens, rests, held)
+              for end, size, n in zip(ends, sizes, tokens, strict=True) for t in range(n)]  # fmt: skip
+    out, wide = torch.empty(ends[-1], dtype=torch.uint8), np.empty(len(rows), np.bool_)
+    prepare = vnni.prepare if rows.numel() > ALONE_INTEGERS else vnni.prepare_few
+    prepare(rows.numpy(), np.array(places, np.int64), out.numpy(), wide)
+    return [out.data_ptr() + end - size for end, size in zip(ends, sizes, strict=True)], out, wide
 
 
-def _with_rest(x: Tensor, rest: Tensor) -> tuple[Tensor, Tensor]:
-    """x [t, in] packed, and behind it, as tokens of their own, what its integers leave out of the tokens `rest`."""
-    integers, exponents, tops = _integers(x)
-    step = (exponents[rest] - vnni.BITS).repeat_interleave(vnni.UNIT, 1)
-    left = x[rest].double() - torch.ldexp(integers[rest].double(), step)
-    pairs = zip((integers, exponents, tops), _integers(left.float()), strict=True)
-    integers, exponents, tops = (torch.cat(pair) for pair in pairs)
-    padded = _padded(len(integers))
-    out = torch.empty(_nbytes(x.shape[1], padded), dtype=torch.uint8)
-    vnni.pack(integers.numpy(), exponents.numpy(), tops.numpy(), padded, out.numpy())
-    return out, rest
-
-
-def _integers(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    integers = torch.empty(x.shape, dtype=torch.int32)
-    exponents, tops = integers.new_empty(x.shape[0], x.shape[1] // vnni.UNIT), integers.new_empty(x.shape[0])
-    vnni.split(x.numpy(), integers.numpy(), exponents.numpy(), tops.numpy(), np.empty(len(x), np.bool_))
-    return integers, exponents, tops
-
-
-def _nbytes(width: int, padded: int) -> int:
-    return width // vector.BLOCK * padded * vnni.PACKED + 8 * padded
+def _with_rests(inputs: Distinct, wide: Any) -> tuple[Tensor, list[int], list[Tensor | None]]:
+    """The rows of inputs, behind those of each what integers leave out of its tokens where `wide`; how many each has then;
+    and which of its tokens those are."""
+    few = [one.nonzero()[:, 0] for one in torch.from_numpy(wide).split(inputs.tokens)]
+    left = torch.from_numpy(vnni.left_out(inputs.rows.numpy(), wide)).split([len(rest) for rest in few])
+    rows = torch.cat([part for pair in zip(inputs.rows.split(inputs.tokens), left, strict=True) for part in pair])
+    tokens = [t + len(rest) for t, rest in zip(inputs.tokens, few, strict=True)]
+    return rows, tokens, [rest if len(rest) else None for rest in few]
 
 
 def _padded(tokens: int) -> int:

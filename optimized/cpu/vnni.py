@@ -76,7 +76,8 @@ def _exponent(values):
 
 @njit(nogil=True)
 def _split_token(x, integers, exponents):
-    """One token of `split` -> its largest exponent, and whether much is left out."""
+    """x [in] ~ integers [in] (int32) · 2^(exponents [in/32] - BITS) -> the largest exponent, and whether more than LEFT_OUT of
+    the token's length is left out, every unit's largest input not counted. With infinity or NaN, zeros and NOT_FINITE."""
     top, finite = NOTHING, True
     for u in range(len(exponents)):
         row = x[u * UNIT : (u + 1) * UNIT]
@@ -102,7 +103,7 @@ def _split_token(x, integers, exponents):
 
 @njit(nogil=True)
 def _pack_token(integers, exponents, top, t, padded, out):
-    """What `split` found of one token, as place t of `padded` in `out`; see `pack`."""
+    """What `_split_token` found, as place t of `padded` in `out`; see `prepare`."""
     bytes_of, words, numbers, factors = out.view(np.int8), out.view(np.int32), out.view(np.float32), out.view(np.float64)
     factors[len(factors) - padded + t] = np.nan if top == NOT_FINITE else math.ldexp(1.0, top)
     for k in range(len(integers) // BLOCK):
@@ -123,29 +124,6 @@ def _pack_token(integers, exponents, top, t, padded, out):
             numbers[at // 4 + 112 + lane] = math.ldexp(1.0, exponents[k * 4 + lane // 4] - BITS - 1 - top)
 
 
-@njit(parallel=True, nogil=True, cache=True)
-def split(x, integers, exponents, tops, wide):
-    """x [t, in] float32 ~ integers [t, in] (int32) · 2^(exponents [t, in/32] - BITS); tops [t] are the largest exponents.
-
-    `wide` [t] says where more than LEFT_OUT of a token's length is left out, every unit's largest input not counted. A
-    token that holds infinity or NaN has zeros and the top NOT_FINITE.
-    """
-    for t in prange(len(x)):
-        tops[t], wide[t] = _split_token(x[t], integers[t], exponents[t])
-
-
-@njit(parallel=True, nogil=True, cache=True)
-def pack(integers, exponents, tops, padded, out):
-    """What `split` found, as the blocks take it: out uint8, [in/128, padded t, PACKED] and behind it [padded t] float64.
-
-    A token's block: its three bytes, largest first, each for even and odd columns; -OFFSET times the sum of the integers
-    of each lane, int32 [16]; what a lane's sum of products counts, float32 [16]. The float64 are 2^top.
-    """
-    for t in prange(padded):
-        mine = min(np.int64(t), len(tops) - 1)  # a padding token repeats the last
-        _pack_token(integers[mine], exponents[mine], tops[mine], np.int64(t), padded, out)
-
-
 @njit(nogil=True)
 def _prepare_token(x, place, out, wide, j):
     first, end, t, padded, last = place
@@ -157,8 +135,13 @@ def _prepare_token(x, place, out, wide, j):
 
 @njit(parallel=True, nogil=True, cache=True)
 def prepare(x, places, out, wide):
-    """`split` and `pack` of tokens x [t, in] of several inputs at once. places int64 [t, 5]: the bytes [begin, end) of its
-    input in `out`, its place there, the places of that input with padding, and whether it is the last that is no padding."""
+    """Tokens x [t, in] float32 of several inputs as the blocks take them; `wide` [t] tells of which much is left out.
+
+    places int64 [t, 5]: the bytes [begin, end) of its input in `out`, its place there, the places of that input with padding,
+    and whether it is the last that is no padding. Those bytes are [in/128, padded t, PACKED] and behind it float64 [padded t],
+    2^(its largest exponent). A token's block: its three bytes, largest first, each for even and odd columns; -OFFSET times the
+    sum of the integers of each lane, int32 [16]; what a lane's sum of products counts, float32 [16].
+    """
     for j in prange(len(x)):
         _prepare_token(x[np.int64(j)], places[np.int64(j)], out, wide, np.int64(j))
 
@@ -168,3 +151,17 @@ def prepare_few(x, places, out, wide):
     """`prepare` by the caller's thread."""
     for j in range(len(x)):
         _prepare_token(x[j], places[j], out, wide, j)
+
+
+@njit(nogil=True, cache=True)
+def left_out(x, wide):
+    """x less what its integers are, of the tokens of x [t, in] where `wide` [t]: float32 [their number, in]."""
+    out, at = np.empty((wide.sum(), x.shape[1]), np.float32), 0
+    integers, exponents = np.empty(x.shape[1], np.int32), np.empty(x.shape[1] // UNIT, np.int32)
+    for t in range(len(x)):
+        if wide[t]:
+            _split_token(x[t], integers, exponents)
+            for c in range(x.shape[1]):
+                out[at, c] = np.float64(x[t, c]) - integers[c] * math.ldexp(1.0, exponents[c // UNIT] - BITS)
+            at += 1
+    return out
