@@ -45,8 +45,8 @@ class Side:
 class Drift:
     """Distance of streams behind a layer, side against reference; the worst token, and its sequence and position; `flips` of
     choices, as shares; `rounding`, the relative L2 of twin against truth for the same tokens; `predicted` relative L2 where
-    there is a prediction; of `forced`, `rows` that the layer left in the pool, by name their relative L2 and rounding, and
-    tokens whose choice rounding leaves `unexplained`, as shares."""
+    there is a prediction. Of `forced`: the largest relative L2 of a token, and the largest rounding of one; `rows` that the
+    layer left in the pool, by name their relative L2 and rounding; tokens whose choice is `unexplained`, as shares."""
 
     layer: int
     phase: str
@@ -59,6 +59,8 @@ class Drift:
     rounding: float | None = None
     predicted: float | None = None
     error: str = ""
+    token_l2: float | None = None
+    token_rounding: float | None = None
     rows: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
     unexplained: Mapping[str, float] = field(default_factory=dict)
 
@@ -117,6 +119,19 @@ def distances(
     return [said, logits] if logits else [said]
 
 
+def forced_distances(seat: Seat, side: Side, twin: Side, own: Tensor, smooth: Tensor) -> list[Drift | LogitsDrift]:
+    """Of a whole layer on the twin's streams. What it rounds is the twin's streams `own`, on its own choices, against those
+    without rounding on the same choices."""
+    said = distances(seat, "forced", side, twin, metrics.relative_l2(own, smooth))
+    far, rounding = largest(side.streams, twin.streams), largest(own, smooth)
+    return [replace(d, token_l2=far, token_rounding=rounding) if isinstance(d, Drift) else d for d in said]
+
+
+def largest(c: Tensor, t: Tensor) -> float:
+    """Relative L2 of the row that is furthest off for its size."""
+    return float(_by_row(c, t).amax())
+
+
 def flips(side: Side, against: Side) -> dict[str, float]:
     """Share of the choices of `against` that are not those of `side`, of experts and index entries, where both have some."""
     pairs = ("experts", side.experts, against.experts), ("picks", side.picks, against.picks)
@@ -137,10 +152,28 @@ def logits_drift(seat: Seat, curve: Curve, side: Side, against: Side) -> LogitsD
     )  # fmt: skip
 
 
+def same_choices(side: Side, against: Side) -> bool:
+    """Whether each token has the same entries on both sides, as often, in any order."""
+    pairs = (side.experts, against.experts), (side.picks, against.picks)
+    return all(_same_rows(a.long(), b.long()) for a, b in pairs if a is not None and b is not None)
+
+
+def _same_rows(a: Tensor, b: Tensor) -> bool:
+    """-1 is none."""
+    width = max(a.shape[1], b.shape[1])
+    a, b = (torch.nn.functional.pad(x, (0, width - x.shape[1]), value=-1).sort(1).values for x in (a, b))
+    return torch.equal(a, b)
+
+
+def _by_row(c: Tensor, t: Tensor) -> Tensor:
+    """Relative L2 of each row; infinite for one that is not finite."""
+    error, size = (x.flatten(1).norm(dim=1) for x in (c - t, t))
+    return torch.nan_to_num(error / size.clamp_min(2.0**-1000), nan=torch.inf)
+
+
 def _worst_row(c: Tensor, t: Tensor) -> int:
     """The row that is furthest off for its size; one that is not finite is further than any."""
-    error, size = ((x.flatten(1)).norm(dim=1) for x in (c - t, t))
-    return int(torch.nan_to_num(error / size.clamp_min(2.0**-1000), nan=torch.inf).argmax())
+    return int(_by_row(c, t).argmax())
 
 
 def missing_share(chosen: Tensor, there: Tensor) -> float:

@@ -33,6 +33,7 @@ from .whole import Carried, Turn, Whole
 
 EXPERT_MEMORY = 1 << 28  # bytes of experts kept within a layer
 LEFT_OUT = "kernels were not asked to run in this layer"
+NOTHING = "no token of these steps has any of it"
 
 Judges = Callable[[ops.Op, str], bool]
 
@@ -264,7 +265,8 @@ def _has(step: Step, op: ops.Op) -> bool:
 def _judged(step: Step, op: ops.Op) -> Judged:
     """Verdicts, or the reason why no kernel takes the op's weights."""
     try:
-        return Judged(op, step.layer, step.phase, judge_op(step, op))
+        verdicts = judge_op(step, op)
+        return Judged(op, step.layer, step.phase, verdicts, None if verdicts else NOTHING)
     except Unfit as error:
         return Judged(op, step.layer, step.phase, (), str(error))
 

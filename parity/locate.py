@@ -6,7 +6,7 @@ Source: docs/drift.md §3.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 Record = Mapping[str, Any]
@@ -19,7 +19,8 @@ ORDER = ("sequence", "position", "head", "group", "expert", "stream", "slot", "e
 class Divergence:
     """`op`: an op is wrong on the inputs that it had. `layer`: every op of it is right on its own inputs, and the layer as a
     whole is not. `inputs`: every op and layer is right, and their inputs were different already. `place` names token, head
-    or expert, channels, page and row; `pattern` is the kind of mistake, where that is clear."""
+    or expert, channels, page and row; `pattern` is the kind of mistake, where that is clear. `alone`: a whole run judged no op
+    of the layer."""
 
     cause: Cause
     layer_id: str
@@ -28,6 +29,7 @@ class Divergence:
     output: str = ""
     place: str = ""
     pattern: str = ""
+    alone: bool = False
 
     @property
     def words(self) -> str:
@@ -39,7 +41,8 @@ class Divergence:
             return f"first wrong op: {self.op}, {where}{said}"
         if self.cause == "layer":
             what = f": {self.output}" if self.output else ""
-            return f"first wrong layer: {where}: every op is right on its own inputs, the layer as a whole is not{what}"
+            ops = "no op of it was judged" if self.alone else "every op is right on its own inputs"
+            return f"first wrong layer: {where}: {ops}, the layer as a whole is not{' right' if self.alone else ''}{what}"
         return (f"no op and no layer is wrong on its own inputs; running freely, the streams are different from {where} on: "
                 "what came in was different already")  # fmt: skip
 
@@ -54,7 +57,11 @@ def first_divergence(records: Sequence[Record]) -> Divergence | None:
     def when(pair: tuple[Record, Divergence]) -> list[int]:
         return [known.get(pair[0][key], len(known)) for known, key in zip(places, ("layer_id", "phase"), strict=True)]
 
-    return min(found, key=when)[1] if found else None  # of equals the first: records are in order of ops
+    if not found:
+        return None
+    first = min(found, key=when)[1]  # of equals the first: records are in order of ops
+    judged = {r["layer_id"] for r in records if r["record"] == "verdict"}
+    return replace(first, alone=records[-1]["record"] == "summary" and first.layer_id not in judged)
 
 
 def headline(records: Sequence[Record]) -> str:
@@ -67,16 +74,22 @@ def departures(records: Sequence[Record], curve: str) -> list[Record]:
     """Drift of a curve that rounding does not explain, in streams, in rows left, or in choices: a right candidate rounds as
     the twin does, so it is as far from the truth, and the two are at most twice that apart."""
     drift = [r for r in records if r["record"] == "drift" and r.get("curve") == curve]
-    return [r for r in drift if r.get("unexplained") or any(_far(x) for x in (r, *r.get("rows", {}).values()))]
+    return [r for r in drift if r.get("unexplained") or any(_far(x) for x in _parts(r).values())]
 
 
 def departure(r: Record) -> str:
     """In words, what of a whole layer departs: `layer_03, decode: streams 0.16 from the twin, rounding 0.0037`."""
-    parts = {"streams": r, **{f"{name} rows": x for name, x in r.get("rows", {}).items()}}
     said = [f"{name} {_figure(x['relative_l2'])} from the twin, rounding {_figure(x.get('rounding'))}"
-            for name, x in parts.items() if _far(x)]  # fmt: skip
+            for name, x in _parts(r).items() if _far(x)]  # fmt: skip
     said += [f"{name} of {share:.0%} of tokens that scores do not explain" for name, share in r.get("unexplained", {}).items()]
     return f"{r['layer_id']}, {r['phase']}: {'; '.join(said)}"
+
+
+def _parts(r: Record) -> dict[str, Record]:
+    """What of a layer is measured: streams of all tokens, of the worst one, rows left."""
+    token = {"relative_l2": r.get("token_l2"), "rounding": r.get("token_rounding")}
+    measured = {"streams": r, "streams of a token": token} if r.get("token_rounding") is not None else {"streams": r}
+    return {**measured, **{f"{name} rows": x for name, x in r.get("rows", {}).items()}}
 
 
 def _figure(x: float | None) -> str:
@@ -96,7 +109,7 @@ def _of_op(r: Record) -> Divergence:
 
 
 def _of_curve(r: Record, cause: Cause) -> Divergence:
-    if _far(r):
+    if any(_far(x) for name, x in _parts(r).items() if name.startswith("streams")):
         return Divergence(cause, r["layer_id"], r["phase"], place=place(r.get("worst", {})))
     rows = [f"{name} rows that it left" for name, x in r.get("rows", {}).items() if _far(x)]
     choices = [f"{name} that scores do not explain" for name in r.get("unexplained", {})]

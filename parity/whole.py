@@ -16,7 +16,7 @@ from reference.state import Batch, LayerState
 
 from .alone import Alone, Listening
 from .cases import Plan
-from .drift import Drift, LogitsDrift, Seat, Side, distances, flips, grown, pushed
+from .drift import Drift, LogitsDrift, Seat, Side, distances, forced_distances, grown, pushed, same_choices
 from .evaluation import Evaluation
 from .following import SCORES, Choices, Explained, Following
 from .judge import finite_or_none
@@ -97,8 +97,8 @@ class Whole:
         forced, spare = self.forced.run(given, turn.batch, turn.members), self.smooth.fork(EXACT)
         exact = self.twin.weights.capture({*SCORES, *SCORES.values()})
         smooth = self.smooth.run(given, turn.batch, turn.members, exact)
-        same = smooth.streams if not any(flips(smooth, twin).values()) else _follow(spare, turn, given, Choices.of(twin))
-        said = self._forced(turn, given, forced, twin, relative_l2(twin.streams, same), exact)
+        same = smooth.streams if same_choices(smooth, twin) else _follow(spare, turn, given, Choices.of(twin))
+        said = self._forced(turn, given, forced, twin, same, exact)
         self.before = list(self.twin.states)
         if own is None or self.free is None:
             return said, None
@@ -109,13 +109,13 @@ class Whole:
         return said + distances(turn.seat, "free", free, twin, rounding, predicted), Carried(free.streams, error)
 
     def _forced(
-        self, turn: Turn, given: Tensor, forced: Side, twin: Side, local: float, exact: Capture
+        self, turn: Turn, given: Tensor, forced: Side, twin: Side, same: Tensor, exact: Capture
     ) -> list[Drift | LogitsDrift]:
         """The whole layer's distance from the twin's, which follows the candidate's choices where rounding explains them."""
-        unexplained: dict[str, float] = {}
-        if any(flips(forced, twin).values()):
+        own, unexplained = twin.streams, dict[str, float]()
+        if not same_choices(forced, twin):
             twin, unexplained = self._followed(turn, given, forced, twin, exact)
-        said = distances(turn.seat, "forced", forced, twin, local)
+        said = forced_distances(turn.seat, forced, twin, own, same)
         return [replace(d, rows=self._rows(turn), unexplained=unexplained) if isinstance(d, Drift) else d for d in said]
 
     def _followed(self, turn: Turn, given: Tensor, forced: Side, twin: Side, exact: Capture) -> tuple[Side, dict[str, float]]:

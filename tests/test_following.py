@@ -18,6 +18,7 @@ from optimized import moe
 from parity import cases, drift, following, records, run, whole
 from parity.flow import Flow, Setting
 from parity.following import explained
+from parity.judge import Places
 from parity.locate import DEPARTS, departure, first_divergence, headline
 from reference.checkpoint.open import open_store
 from reference.rounding import profile
@@ -163,3 +164,32 @@ def test_unexplained_choices_alone_are_named():
     assert departure(far) == (
         "layer_02, decode: streams not finite from the twin, rounding 0.01; window rows 0.5 from the twin, rounding 0.1"
     )
+
+
+def test_one_wrong_token_among_many_is_no_small_error():
+    """All tokens together are within 4 times their rounding, and one of them is nothing."""
+    g = torch.Generator().manual_seed(4)
+    twin = torch.randn(200, 4, 8, generator=g, dtype=torch.float64)
+    smooth = twin * (1 + 0.03 * torch.randn(200, 1, 1, generator=g, dtype=torch.float64))
+    wrong = twin.clone()
+    wrong[150] = 0
+    seat = drift.Seat(CSA, "prefill", torch.arange(200), Places({"position": torch.arange(200)}), torch.tensor([199]))
+    right, bad = (drift.forced_distances(seat, drift.Side(x), drift.Side(twin), twin, smooth)[0] for x in (twin, wrong))
+    assert said_of(right) == "" and bad.relative_l2 < DEPARTS * bad.rounding
+    assert said_of(bad).startswith("first wrong layer: layer_02, prefill, position 150")
+    assert "streams of a token 1 from the twin" in departure(records.drift_record(STORE.config, bad))
+
+
+@pytest.mark.parametrize(
+    "other, same", [((1, 0), True), ((0, 1, NONE), True), ((0, 1, 1), False), ((0, 1, 2), False), ((0,), False)]
+)
+def test_choices_are_the_same_as_sets_of_so_many(other, same):
+    own, theirs = (drift.Side(torch.zeros(1), picks=choice(*x)) for x in ((0, 1), other))
+    assert drift.same_choices(own, theirs) == drift.same_choices(theirs, own) == same
+
+
+def test_a_run_that_judged_no_op_says_so():
+    far = drift.Drift(CSA, "decode", "forced", 1.0, 0.0, 0, {}, {}, 0.01)
+    header = {"record": "run", "layers": ["layer_02"], "phases": ["decode"]}
+    said = headline([header, records.drift_record(STORE.config, far), {"record": "summary"}])
+    assert said == "first wrong layer: layer_02, decode: no op of it was judged, the layer as a whole is not right"

@@ -74,6 +74,14 @@ def test_exit_1_when_a_verdict_fails_and_the_record_names_the_place(tmp_path, br
     assert cli.main([*words, "--out", str(tmp_path / "again")]) == 1
 
 
+def test_a_prompt_too_short_for_an_index_key(tmp_path):
+    """No token sees a key: scores and picks are not run, with the reason, and everything else is judged."""
+    code, said = run(tmp_path, *SMALL[:5], "--lengths", "2", "--start-pos", "", "--phases", "prefill", "--no-drift")
+    missing = {r["op"]: r["reason"] for r in said if r["record"] == "not_run"}
+    assert code == 0 and said[-1]["passed"] == said[-1]["judged"] > 30
+    assert missing["attn.indexer.scores"] == "no token of these steps has any of it"
+
+
 def test_sums_of_fewer_bits_are_judged_as_such(tmp_path, monkeypatch):
     """Products off by a unit or two of bfloat16: wrong for sums in float32, and within what those of a Hopper may lose."""
     honest = candidates.gemm_fp8
@@ -101,7 +109,7 @@ def test_exit_1_when_a_whole_layer_departs_and_every_op_passes(tmp_path, monkeyp
     assert "1 whole layer departs from the twin" in page and "layer_01, prefill: streams 0." in page
     assert "passed; whole layers that depart: 1" in markdown.render(said)
     suite = junit.render(said)
-    assert 'failures="2"' in suite and 'name="layer_01-hca-whole-decode"' in suite and "every op is right" in suite
+    assert 'failures="2"' in suite and 'name="layer_01-hca-whole-decode"' in suite and "layer_01, decode: streams 0." in suite
 
 
 @pytest.mark.parametrize(

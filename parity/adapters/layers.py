@@ -14,11 +14,10 @@ from torch import Tensor
 from reference.rounding import EXACT, Sites, profile
 from reference.state import Batch, LayerState
 
-from ..drift import CHOICES, Drift, LogitsDrift, Seat, Side, distances, flips
+from ..drift import CHOICES, Drift, LogitsDrift, Seat, Side, forced_distances, same_choices
 from ..evaluation import Evaluation, Weights
 from ..following import SCORES, Choices, Explained, Following
 from ..judge import Places
-from ..metrics import relative_l2
 from ..taps import Capture
 from .feeding import Feed
 from .reading import Missing, joined
@@ -27,11 +26,12 @@ from .tape import Held
 
 @dataclass(frozen=True)
 class Sides:
-    """What a step came to: the trace's side, the twin's, the same layer without rounding, and how many tokens have a choice
-    that rounding does not explain."""
+    """What a step came to: the trace's side, the twin's with the trace's choices where rounding explains them; streams of the
+    twin on its `own` choices and without rounding on the same; how many tokens have a choice that rounding does not explain."""
 
     traced: Side
     twin: Side
+    own: Tensor
     smooth: Tensor
     unexplained: Mapping[str, int] = field(default_factory=dict)
 
@@ -57,6 +57,8 @@ class Layer:
         """The twin with and without its rounding on the trace's streams."""
         s, feed, w = self.feed.segment(k), self.feed, self.weights
         x, traced = feed.streams(k), self._traced(k)
+        if not bool(x.isfinite().all()):
+            raise Missing(f"streams before the layer are not finite in {s.phase}, request {s.request}")
         batch = Batch(feed.ids(k), torch.tensor(s.positions), [0, len(s.positions)])
         fresh = w.block.attn.initial_state()
         before = (fresh, fresh) if s.start == 0 else self.states.get((s.request, s.start))
@@ -67,11 +69,12 @@ class Layer:
         said, same = twin.run(x, batch, [0], own), smooth.run(x, batch, [0], exact)
         self.states[s.request, s.end] = twin.states[0], smooth.states[0]
         base = same.streams
-        if any(flips(same, said).values()):  # what rounding costs is measured with the twin's choices
+        if not same_choices(same, said):  # what rounding costs is measured with the twin's choices
             base = _followed(Evaluation(w, EXACT, [before[1]]), x, batch, Choices.of(said))
-        if not any(flips(traced, said).values()):
-            return Sides(traced, said, base)
-        return self._explained(Sides(traced, said, base), x, batch, Evaluation(w, twin.profile, [before[0]]), exact)
+        sides = Sides(traced, said, said.streams, base)
+        if same_choices(traced, said):
+            return sides
+        return self._explained(sides, x, batch, Evaluation(w, twin.profile, [before[0]]), exact)
 
     def _explained(self, sides: Sides, x: Tensor, batch: Batch, again: Evaluation, exact: Capture) -> Sides:
         """The twin once more with the trace's choices, where rounding explains them."""
@@ -99,7 +102,8 @@ class Layer:
         places = Places({"sequence": requests, "position": positions})
         seat = Seat(self.feed.layer, phase, torch.arange(len(positions)), places, sizes.cumsum(0) - 1)
         traced, twin = (_together([getattr(x, name) for x in mine]) for name in ("traced", "twin"))
-        said = distances(seat, "forced", traced, twin, relative_l2(twin.streams, torch.cat([x.smooth for x in mine])))
+        own, smooth = (torch.cat([getattr(x, name) for x in mine]) for name in ("own", "smooth"))
+        said = forced_distances(seat, traced, twin, own, smooth)
         names = sorted({name for x in mine for name in x.unexplained})
         shares = {name: sum(x.unexplained.get(name, 0) for x in mine) / len(positions) for name in names}
         return [replace(d, unexplained=shares) if isinstance(d, Drift) else d for d in said]

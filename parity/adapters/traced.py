@@ -25,7 +25,7 @@ from ..budget.bounded import Arithmetic, Bounded, exact
 from ..cases import Plan, SequencePlan, layer_kinds
 from ..drift import Drift, LogitsDrift
 from ..evaluation import Weights
-from ..flow import EXPERT_MEMORY, Judged, raised
+from ..flow import EXPERT_MEMORY, NOTHING, Judged, raised
 from ..judge import Codes, Dense, MismatchedShape, Stored, Verdict, judge
 from ..ops import Op, Twin
 from ..records import config_digest
@@ -147,7 +147,7 @@ def judged(op: Op, feed: Feed, weights: Weights, steps: Sequence[int], how: Arit
         try:
             replayed = replay(asked, feed, weights, able, how)
             verdicts = tuple(_of_request(v, feed, list(able)) for v in replayed.verdicts())
-            yield Judged(replace(op, bound=op.bound + spans), feed.layer, phase, verdicts)
+            yield Judged(replace(op, bound=op.bound + spans), feed.layer, phase, verdicts, None if verdicts else NOTHING)
         except Missing as missing:
             lacking.insert(0, str(missing))
         except MismatchedShape as error:

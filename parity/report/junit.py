@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from xml.etree import ElementTree as xml
 
-from ..locate import departures, headline
+from ..locate import departure, departures
 from .terminal import place, reproduce, share
 
 Record = Mapping[str, Any]
@@ -30,7 +30,7 @@ def render(records: Sequence[Record]) -> str:
     for verdict in verdicts:
         _case(suite, run, verdict)
     for r in whole:
-        _whole_layer(suite, run, r)
+        _whole_layer(suite, r)
     for r in missing:
         case = xml.SubElement(suite, "testcase", classname="v4parity", name=_legal(f"{r['op']}-{r['phase']}"), time="0")
         xml.SubElement(case, "error" if r["required"] else "skipped", message=_legal(f"not run: {r['reason']}"))
@@ -53,12 +53,12 @@ def _case(suite: xml.Element, run: Record, r: Record) -> None:
         failure.text = _legal("\n".join([*lines, reproduce(run, r)]))
 
 
-def _whole_layer(suite: xml.Element, run: Record, r: Record) -> None:
+def _whole_layer(suite: xml.Element, r: Record) -> None:
     case = xml.SubElement(suite, "testcase", classname=f"v4parity.{r['layer_id']}", time="0",
                           name=f"{r['layer_id']}-{r['kind']}-whole-{r['phase']}")  # fmt: skip
     _properties(case, {"relative_l2": r["relative_l2"], "rounding": r["rounding"]})
-    if said := headline([run, r]):
-        xml.SubElement(case, "failure", message=_legal(said), type="drift")
+    if departures([r], "forced"):
+        xml.SubElement(case, "failure", message=_legal(departure(r)), type="drift")
 
 
 def _properties(parent: xml.Element, values: Mapping[str, Any]) -> None:
