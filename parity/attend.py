@@ -118,7 +118,7 @@ def attending(step: Step) -> Tensor:
     """Tokens whose attention is judged: all in steps of a few tokens; else every `EVERY`-th, of each sequence the first and
     the last, and those at an edge of what a token sees."""
     count = len(step.batch.ids)
-    if step.direct:
+    if step.every_token:
         return torch.arange(count)
     chosen = [torch.tensor([s.start, s.stop - 1]) for s in step.batch.sequences()]
     edges = at_edge(step.config, step.kind, step.batch.positions).nonzero().flatten()

@@ -109,6 +109,11 @@ class Step:
         go into the pool before attention."""
         return max(s.stop - s.start for s in self.batch.sequences()) <= MAX_DRAFT + 1
 
+    @property
+    def every_token(self) -> bool:
+        """Whether attention is judged of every token, and not of some of a long step."""
+        return self.direct
+
     def raw_rows(self) -> list[tuple[int, Tensor]]:
         """Per sequence, the raw rows that this step's tokens may see: position of the first, and rows [n, d]."""
         new = self.capture["attn.kv"]

@@ -29,6 +29,7 @@ from ..records import config_digest
 from ..single.contract import ITEMS, LEFT_OUT, contract, tap
 from ..single.files import config_json
 from ..single.given import GivenStep, step_of
+from ..step import Step
 from ..trace import Trace, TraceTensor
 from .feeding import Feed
 from .reading import STORAGE
@@ -45,6 +46,14 @@ def begin(segments: Sequence[Segment], ids: Mapping[int, Tensor]) -> Tape:
     for k, s in enumerate(tape.segments):
         tape.held[0, "ids", k] = Held(ids[s.request][s.start : s.end], "i64")
     return tape
+
+
+class RunStep(GivenStep):
+    """A step whose rows, where it is long, go into a payload first: a ring keeps the last of them only."""
+
+    @property
+    def direct(self) -> bool:
+        return Step.direct.__get__(self)
 
 
 @dataclass(frozen=True)
@@ -90,7 +99,7 @@ def kernels_trace(
 def _outputs(op: Op, feed: Feed, weights: Weights, steps: Sequence[int]) -> dict[str, Stored]:
     """What the kernel puts out, by the contract's names."""
     assert op.candidate is not None
-    step = step_of(feed.inputs(op.name, steps), weights, HOW, GivenStep)
+    step = step_of(feed.inputs(op.name, steps), weights, HOW, RunStep)
     if op.name in ("attn.q", "attn.kv"):
         step.capture = step.capture.filled(op.inputs)
     stored = op.candidate(step, op.name)

@@ -101,6 +101,10 @@ class GivenStep(Step):
     def direct(self) -> bool:
         return True
 
+    @property
+    def every_token(self) -> bool:
+        return True
+
 
 def given_step(inputs: Inputs, how: Arithmetic) -> GivenStep:
     """The step behind an op's inputs, its weights among them. Raises BadInput for what is missing or has another dtype or
