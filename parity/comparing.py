@@ -5,6 +5,7 @@ Source: docs/single.md §5.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -81,6 +82,8 @@ def gather(trace: Trace) -> dict[Key, Rows]:
     for (key, positions), tensors in parts.items():
         whole = merged(trace, tensors)
         of_tokens = () if tensors[0].dims.startswith("c") else positions  # rows of finished groups are compared in order
+        if tensors[0].dims.startswith("b"):  # rows of a step's last tokens
+            of_tokens = positions[len(positions) - len(whole) :]
         steps.setdefault(key, []).append(Rows(tensors[0].layer, tensors[0].storage, of_tokens, whole))
     return {key: joined(rows) for key, rows in steps.items()}
 
@@ -122,8 +125,8 @@ def values(trace: Trace, t: TraceTensor) -> Tensor:
 def apart(key: Key, a: Rows, b: Rows) -> Apart | None:
     """Distance over the tokens that both have; None where there are none, or nothing in a row. Raises BadInput for two
     shapes."""
-    at = {p: i for i, p in enumerate(b.positions)}
-    shared = [(i, at[p]) for i, p in enumerate(a.positions) if p in at]
+    at = {place: i for i, place in enumerate(occurrences(b.positions))}
+    shared = [(i, at[place]) for i, place in enumerate(occurrences(a.positions)) if place in at]
     x, y = (a.values, b.values) if not a.positions else (a.values[[i for i, _ in shared]], b.values[[j for _, j in shared]])
     if x.shape != y.shape:
         raise BadInput(f"{key[0]}: {list(x.shape)} in one trace, {list(y.shape)} in the other")
@@ -138,6 +141,16 @@ def apart(key: Key, a: Rows, b: Rows) -> Apart | None:
     position = a.positions[shared[int(rows.argmax())][0]] if a.positions else None
     return Apart(key[0], a.layer, key[1], len(x), far, cosine(x, y) if numbers else 0.0, float(error.amax()), position,
                  bool((error > 0).any()), far > unit)  # fmt: skip
+
+
+def occurrences(positions: Iterable[int]) -> list[tuple[int, int]]:
+    """Each position and how often it came before: a token may have several rows."""
+    seen: Counter[int] = Counter()
+    places = []
+    for p in positions:
+        places.append((p, seen[p]))
+        seen[p] += 1
+    return places
 
 
 def first(found: Iterable[Apart]) -> Apart | None:

@@ -122,6 +122,20 @@ def test_codes_are_compared_by_their_scales(tmp_path):
     assert comparing.compare(own, small(tmp_path / "c", [entry("c", codes)], {"c": codes}))[0][0].beyond
 
 
+def test_rows_of_last_tokens_and_several_rows_a_token(tmp_path):
+    """Logits are the last token's, whatever the step; of a token with several rows each is compared with its own."""
+    x = torch.arange(8.0).reshape(4, 2)
+    several = replace(entry("x", x), positions=(0, 0, 1, 1))
+    last = replace(several, key="y", tap="head.logits", layer=4, dims="bd", shape=(1, 2), positions=(0, 1))
+    a = small(tmp_path / "a", [several, last], {"x": x, "y": x[:1].clone()})
+    found, _ = comparing.compare(a, a)
+    assert [(d.tokens, d.differs) for d in found] == [(4, False), (1, False)]
+    y = x.clone()
+    y[2] *= -1
+    b = small(tmp_path / "b", [several, last], {"x": y, "y": -x[:1] - 1})
+    assert [(d.position, d.differs) for d in comparing.compare(a, b)[0]] == [(1, True), (1, True)]
+
+
 def test_anomalies_agree_or_are_infinitely_apart(tmp_path):
     x = torch.tensor([[1.0, torch.nan, torch.inf]])
     a = small(tmp_path / "a", [entry("x", x)], {"x": x})
