@@ -32,6 +32,7 @@ from .ops import known_taps
 from .records import config_digest
 from .single.contract import names
 from .single.layouts import LAYOUTS
+from .trace_fields import TOP, mistyped, short, wrong_entry
 
 VERSION = 1
 MANIFEST = "manifest.json"
@@ -148,7 +149,7 @@ def read_trace(path: Path) -> Trace:
     manifest = path / MANIFEST
     try:
         table = json.loads(manifest.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise BadInput(f"{manifest}: not readable as JSON: {error}") from None
     if not isinstance(table, dict) or table.get("schema") != VERSION:
         raise BadInput(f"{manifest}: expected a manifest of schema version {VERSION}")
@@ -156,9 +157,12 @@ def read_trace(path: Path) -> Trace:
     if missing:
         refusal = WithoutProfile if missing[0] == "profile" else BadInput
         raise refusal(f"{manifest}: no {missing[0]}; it is not guessed")
+    if wrong := mistyped(table, TOP):
+        raise BadInput(f"{manifest}: {wrong}")
     try:
-        digest = config_digest(Config.from_dict(table["config"]))
-        tensors = tuple(_tensor(entry, path) for entry in table["tensors"])
+        config = Config.from_dict(table["config"])
+        digest, longest = config_digest(config), config.max_position_embeddings
+        tensors = tuple(_tensor(f"tensor {i}", entry, path, longest) for i, entry in enumerate(table["tensors"]))
         profile = _profile(table["profile"])
     except BadInput as error:
         raise BadInput(f"{manifest}: {error}") from None
@@ -180,18 +184,16 @@ def _profile(said: Any) -> Profile:
     return named(said)
 
 
-def _tensor(entry: Any, root: Path) -> TraceTensor:
-    """Raises BadInput, naming the tensor."""
-    name = entry.get("key") if isinstance(entry, Mapping) else entry
-    try:
-        shard = Shard(**entry["shard"]) if entry.get("shard") else None
-        known = {**entry, "shard": shard, "positions": tuple(entry["positions"]), "shape": tuple(entry["shape"])}
-        tensor = TraceTensor(**known)
-    except (TypeError, KeyError, AttributeError) as error:
-        raise BadInput(f"tensor {name!r}: {error}") from None
-    wrong = _complaint(tensor, root)
-    if wrong:
-        raise BadInput(f"tensor {name!r}: {wrong}")
+def _tensor(number: str, entry: Any, root: Path, longest: int) -> TraceTensor:
+    """Raises BadInput, naming the tensor by number and key."""
+    name = f"{number} ({short(entry['key'])})" if isinstance(entry, dict) and "key" in entry else number
+    if wrong := wrong_entry(entry, longest):
+        raise BadInput(f"{name}: {wrong}")
+    shard = Shard(**entry["shard"]) if entry.get("shard") else None
+    known = {**entry, "shard": shard, "positions": tuple(entry["positions"]), "shape": tuple(entry["shape"])}
+    tensor = TraceTensor(**known)
+    if wrong := _complaint(tensor, root):
+        raise BadInput(f"{name}: {wrong}")
     return tensor
 
 
@@ -209,9 +211,17 @@ def _complaint(t: TraceTensor, root: Path) -> str | None:
         return f"{len(t.positions)} positions for {t.shape[t.dims.index('t')]} tokens"
     if t.shard and not (t.shard.axis in t.dims and 0 <= t.shard.index < t.shard.count):
         return f"shard {t.shard.index} of {t.shard.count} along {t.shard.axis!r}"
-    if not (root / t.file).resolve().is_relative_to(root.resolve()) or not (root / t.file).is_file():
+    if not _inside(root, t.file):
         return f"no file {t.file!r} inside the trace"
     return None
+
+
+def _inside(root: Path, file: str) -> bool:
+    """Whether a file is there, and not outside; no path that the system refuses is."""
+    try:
+        return (root / file).resolve().is_relative_to(root.resolve()) and (root / file).is_file()
+    except (OSError, ValueError):
+        return False
 
 
 def block_tap(tap: str) -> str:

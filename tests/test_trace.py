@@ -64,7 +64,8 @@ def test_a_trace_is_never_overwritten_and_a_wrong_one_never_stands(tmp_path):
         (lambda m: m["tensors"][0].update(phase="later"), "unknown phase"),
         (lambda m: m["tensors"][0].update(shard={"axis": "e", "index": 0, "count": 2}), "shard"),
         (lambda m: m["tensors"][0].pop("dims"), "dims"),
-        (lambda m: m["tensors"].insert(0, 7), "tensor 7"),
+        (lambda m: m["tensors"].insert(0, 7), "tensor 0: expected an object, is 7"),
+        (lambda m: m["tensors"][0].update(more=1), "tensor 0 .*unknown field 'more'"),
     ],
 )
 def test_a_damaged_manifest_is_refused(tmp_path, edit, says):
@@ -76,6 +77,56 @@ def test_a_damaged_manifest_is_refused(tmp_path, edit, says):
     with pytest.raises(BadInput, match=says) as caught:
         trace.read_trace(tmp_path / "t")
     assert "\n" not in str(caught.value) and trace.MANIFEST in str(caught.value)
+
+
+SHARD = {"axis": "h", "index": 0, "count": 4}
+MISTYPED = {
+    "positions": [["a", 6, 7], [None, 6, 7], "567", 5, None, [5, 6, 10**30], [-1, 0, 1], [5, 6, 7.0], [True, 2, 3], [7, 6, 5]],
+    "request": ["x", None, -1, 1.0, True, 10**30], "layer": ["2", None, 2.0], "key": [5, None, ""], "dims": [None, 2],
+    "tap": [5, None], "phase": [[], {}], "file": [None, 5, "a\0b", "x" * 5000], "storage": [["bf16"], None], "layout": [[], 0],
+    "shape": [5, None, ["3", 2, 512], [3.0, 2, 512]], "partial_sum": ["no", 1, None],
+    "shard": [5, "h", {}, {**SHARD, "index": "0"}, {**SHARD, "axis": 5}, {**SHARD, "count": None}, {**SHARD, "count": 10**12},
+              {**SHARD, "of": 1}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, x) for name, values in MISTYPED.items() for x in values])
+def test_a_field_of_another_type_is_refused_by_number_and_name(tmp_path, name, value):
+    sample(tmp_path / "t")
+    path = tmp_path / "t" / trace.MANIFEST
+    manifest = json.loads(path.read_text())
+    manifest["tensors"][1][name] = value
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(BadInput, match=rf"tensor 1.*{name}") as caught:
+        trace.read_trace(tmp_path / "t")
+    assert "\n" not in str(caught.value) and trace.MANIFEST in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["engine", "model", "config", "config_sha256", "profile", "tensors"])
+@pytest.mark.parametrize("value", [5, True])
+def test_a_field_of_the_manifest_of_another_type_is_refused(tmp_path, name, value):
+    sample(tmp_path / "t")
+    path = tmp_path / "t" / trace.MANIFEST
+    path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
+    with pytest.raises(BadInput, match=rf"{name}: expected .*, is {value}"):
+        trace.read_trace(tmp_path / "t")
+
+
+def test_a_position_is_one_of_the_models_and_nesting_has_an_end(tmp_path):
+    made, _ = sample(tmp_path / "t")
+    path = tmp_path / "t" / trace.MANIFEST
+    manifest, longest = json.loads(path.read_text()), made.config["max_position_embeddings"]
+    for last, fits in ((longest - 1, True), (longest, False)):
+        manifest["tensors"][0]["positions"] = [last - 2, last - 1, last]
+        path.write_text(json.dumps(manifest))
+        if fits:
+            assert trace.read_trace(tmp_path / "t").tensors[0].positions[-1] == last
+        else:
+            with pytest.raises(BadInput, match=f"tensor 0 .*positions: {last}, the model has {longest}"):
+                trace.read_trace(tmp_path / "t")
+    path.write_text("[" * 10**5 + "]" * 10**5)
+    with pytest.raises(BadInput, match="JSON"):
+        trace.read_trace(tmp_path / "t")
 
 
 def test_half_a_file_is_refused_when_it_is_read(tmp_path):

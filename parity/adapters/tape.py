@@ -178,13 +178,24 @@ def _step(t: TraceTensor, steps: Mapping[Segment, int], where: str) -> int:
 
 
 def _check_parts(tensors: Sequence[TraceTensor], where: str) -> None:
-    """Raises BadInput where a shard is missing, or something is there twice."""
-    first, numbers = tensors[0], sorted(t.shard.index if t.shard else -1 for t in tensors)
-    count = first.shard.count if first.shard else 0
+    """Raises BadInput where a shard is missing, something is there twice, or parts are not of one whole."""
+    first, numbers = tensors[0], [t.shard.index if t.shard else -1 for t in tensors]
+    name = f"{where}{first.tap} of request {first.request}, {first.phase}"
     if len(set(numbers)) < len(numbers):
-        raise BadInput(f"{where}{first.tap} of request {first.request}, {first.phase}, is there {len(tensors)} times")
-    if numbers != (list(range(count)) or [-1]):
-        raise BadInput(f"{where}{first.tap} of request {first.request}, {first.phase}, has not all of its {count} shards")
+        raise BadInput(f"{name}, is there {len(tensors)} times")
+    if len(tensors) != (first.shard.count if first.shard else 1):
+        raise BadInput(f"{name}, has not all of its {first.shard.count if first.shard else 1} shards")
+    if len({_whole(t) for t in tensors}) > 1:
+        raise BadInput(f"{name}: its shards are not parts of one tensor: {', '.join(str(list(t.shape)) for t in tensors)}")
+
+
+def _whole(t: TraceTensor) -> tuple[object, ...]:
+    """What all parts of a tensor have in common. Along the axis that they share they may be of several sizes, as the last
+    part of a vocabulary is."""
+    axis = None if t.shard is None or t.partial_sum else t.dims.index(t.shard.axis)
+    shape = tuple(n for i, n in enumerate(t.shape) if i != axis)
+    split = (t.shard.axis, t.shard.count) if t.shard else None
+    return split, shape, t.dims, t.storage, t.layout, t.partial_sum, t.positions
 
 
 def merged(trace: Trace, tensors: list[TraceTensor]) -> tuple[Tensor, Tensor | None]:
