@@ -81,7 +81,7 @@ def test_a_damaged_manifest_is_refused(tmp_path, edit, says):
 
 SHARD = {"axis": "h", "index": 0, "count": 4}
 MISTYPED = {
-    "positions": [["a", 6, 7], [None, 6, 7], "567", 5, None, [5, 6, 10**30], [-1, 0, 1], [5, 6, 7.0], [True, 2, 3], [7, 6, 5]],
+    "positions": [["a", 6, 7], [None, 6, 7], "567", 5, None, [5, 6, 10**30], [-1, 0, 1], [5, 6, 7.0], [True, 2, 3]],
     "request": ["x", None, -1, 1.0, True, 10**30], "layer": ["2", None, 2.0], "key": [5, None, ""], "dims": [None, 2],
     "tap": [5, None], "phase": [[], {}], "file": [None, 5, "a\0b", "x" * 5000], "storage": [["bf16"], None], "layout": [[], 0],
     "shape": [5, None, ["3", 2, 512], [3.0, 2, 512]], "partial_sum": ["no", 1, None],
