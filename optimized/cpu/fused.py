@@ -56,13 +56,13 @@ def moves_bits() -> bool:
 
 def seconds_of(value: float) -> float:
     """The time of 2^14 float32 multiplications of this value, the best of 32."""
-    x, best = np.full(1 << 14, value, np.float32), float("inf")
+    x, least = np.full(1 << 14, value, np.float32), float("inf")
     out = np.empty_like(x)
     for _ in range(32):
         began = time.perf_counter()
         np.multiply(x, np.float32(2.0**100), out=out)
-        best = min(best, time.perf_counter() - began)
-    return best
+        least = min(least, time.perf_counter() - began)
+    return least
 
 
 class Products:

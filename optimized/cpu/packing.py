@@ -13,6 +13,7 @@ from torch import Tensor
 
 from . import codes, vector, vnni
 
+padded_of = vector.few_padded.py_func  # a compiled call costs more than it does
 ALONE, ALONE_INTEGERS = 1 << 18, 1 << 15  # elements that one thread packs, or makes integers of, before another is awake
 
 
@@ -51,7 +52,7 @@ def in_order(inputs: Distinct, order: Any, factor: float) -> Packed:
     if order is None and max(inputs.tokens) == 1:
         out, padded = inputs.rows, inputs.tokens
     else:
-        padded = [_padded(t) for t in inputs.tokens]
+        padded = [padded_of(t) for t in inputs.tokens]
         out, firsts = inputs.rows.new_empty(sum(padded) * width), np.array([0, *accumulate(inputs.tokens)])
         pack = vector.pack if out.numel() > ALONE else vector.pack_few
         rows = inputs.rows.numpy()
@@ -77,9 +78,9 @@ def in_integers(xs: Sequence[Tensor]) -> Packed:
 def _integers(rows: Tensor, tokens: list[int]) -> tuple[list[int], Tensor, Any]:
     """Tokens [all t, in] of inputs that have so many each -> where each input is packed, what holds them, and which tokens
     are far from their integers [all t]."""
-    sizes = [rows.shape[1] // vector.BLOCK * _padded(t) * vnni.PACKED + 8 * _padded(t) for t in tokens]
+    sizes = [rows.shape[1] // vector.BLOCK * padded_of(t) * vnni.PACKED + 8 * padded_of(t) for t in tokens]
     ends = list(accumulate(sizes))
-    places = [(end - size, end, t, _padded(n), t == n - 1)
+    places = [(end - size, end, t, padded_of(n), t == n - 1)
               for end, size, n in zip(ends, sizes, tokens, strict=True) for t in range(n)]  # fmt: skip
     out, wide = torch.empty(ends[-1], dtype=torch.uint8), np.empty(len(rows), np.bool_)
     prepare = vnni.prepare if rows.numel() > ALONE_INTEGERS else vnni.prepare_few
@@ -95,8 +96,3 @@ def _with_rests(inputs: Distinct, wide: Any) -> tuple[Tensor, list[int], list[Te
     rows = torch.cat([part for pair in zip(inputs.rows.split(inputs.tokens), left, strict=True) for part in pair])
     tokens = [t + len(rest) for t, rest in zip(inputs.tokens, few, strict=True)]
     return rows, tokens, [rest if len(rest) else None for rest in few]
-
-
-def _padded(tokens: int) -> int:
-    """`vector.few_padded`, for less than a call of it."""
-    return tokens + (tokens % vector.FEW == vector.FEW - 1)
