@@ -8,8 +8,8 @@ from xml.etree import ElementTree as xml
 
 import pytest
 
-import parity.suite  # noqa: F401  (what it imports stays loaded between runs in this process)
-from parity import pytest_plugin, run
+from parity import ops, pytest_plugin, run, suite  # what the suite imports stays loaded between runs in this process
+from parity.flow import NOTHING, Judged
 
 pytest_plugins = "pytester"
 SUITE = ["--pyargs", "parity.suite", "-p", "no:cacheprovider"]
@@ -96,3 +96,11 @@ def test_a_layer_is_judged_from_an_empty_directory(pytester, workers):
     names = {c.get("name") for c in cases}
     assert {f"test_op[layer_04-csa-{op}-decode]" for op in ("attn.wq_a", "head.logits")} <= names
     assert all({"budget_used", "relative_l2", "flips"} <= {p.get("name") for p in c.iter("property")} for c in cases)
+
+
+@pytest.mark.parametrize("missing, outcome", [(NOTHING, AssertionError), ("layers.2 is stored as bf16", pytest.skip.Exception)])
+def test_a_cell_that_judges_nothing_fails_and_one_without_a_kernel_is_skipped(monkeypatch, missing, outcome):
+    nothing = Judged(ops.BY_NAME["attn.core"], 2, "decode", (), missing)
+    monkeypatch.setattr(suite, "judged", lambda cell: {("attn.core", "decode"): nothing})
+    with pytest.raises(outcome):
+        suite.test_op(lambda name, value: None, None, "attn.core", "decode")
