@@ -35,7 +35,6 @@ from .trace import Trace
 PROFILES = tuple(FORMS)  # builds that a candidate exists for
 ON_GPU = candidates.DEVICE != "cpu"
 ENGINE = f"optimized ({'Triton on a GPU' if ON_GPU else 'Triton interpreter'})"
-CANDIDATES = ("optimized",)
 
 
 @dataclass(frozen=True)
