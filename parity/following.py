@@ -10,7 +10,7 @@ from torch import Tensor
 from reference.rounding import Sites
 
 from .drift import CHOICES, Side
-from .locate import DEPARTS
+from .locate import APART
 
 EXPERTS, PICKS = CHOICES
 SCORES = {EXPERTS: "ffn.gate.scores", PICKS: "attn.indexer.scores"}  # taps of what each choice goes by
@@ -18,11 +18,11 @@ SCORES = {EXPERTS: "ffn.gate.scores", PICKS: "attn.indexer.scores"}  # taps of w
 
 def explained(own: Tensor, other: Tensor, scores: Tensor, exact: Tensor) -> Tensor:
     """Tokens [t] whose choice rounding explains: own and other [t, k] (-1: none) among n, by scores [t, n] with rounding
-    (-inf: not to be chosen) and without. Each exchange must be of two whose scores are near: both may be off by `DEPARTS`
+    (-inf: not to be chosen) and without. Each exchange must be of two whose scores are near: both may be off by `APART`
     times the most that rounding moved a score of this token."""
     t, n = scores.shape
     moved = torch.where(scores.isfinite(), (scores - exact).abs(), 0.0)
-    reach = 2 * DEPARTS * (moved.amax(1) if n else moved.new_zeros(t))
+    reach = 2 * APART * (moved.amax(1) if n else moved.new_zeros(t))
     mine, theirs = (_members(x, n) for x in (own, other))
     lost = scores.masked_fill(theirs | ~mine, -torch.inf)
     got = scores.masked_fill(mine | ~theirs, torch.inf)

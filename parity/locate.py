@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 Record = Mapping[str, Any]
-DEPARTS = 4.0  # times as far from the twin as the twin is from the truth; twice is what two right roundings can come to
+APART = 2.0  # times as far from each other as the twin is from exact: what two right roundings can come to
+DEPARTS = {"forced": APART, "free": 2 * APART}  # running freely, choices flip in one and not in the other
 Cause = Literal["op", "layer", "inputs"]
 ORDER = ("sequence", "position", "head", "group", "expert", "stream", "slot", "entry", "row", "page", "page_row")
 
@@ -71,16 +72,16 @@ def headline(records: Sequence[Record]) -> str:
 
 
 def departures(records: Sequence[Record], curve: str) -> list[Record]:
-    """Drift of a curve that rounding does not explain, in streams, in rows left, or in choices: a right candidate rounds as
-    the twin does, so it is as far from the truth, and the two are at most twice that apart."""
+    """Drift of a curve, `forced` or `free`, that rounding does not explain, in streams, in rows left, or in choices: a right
+    candidate rounds as the twin does, so it is as far from the truth, and the two are at most twice that apart."""
     drift = [r for r in records if r["record"] == "drift" and r.get("curve") == curve]
-    return [r for r in drift if r.get("unexplained") or any(_far(x) for x in _parts(r).values())]
+    return [r for r in drift if r.get("unexplained") or any(_far(x, curve) for x in _parts(r).values())]
 
 
 def departure(r: Record) -> str:
     """In words, what of a whole layer departs: `layer_03, decode: streams 0.16 from the twin, rounding 0.0037`."""
     said = [f"{name} {_figure(x['relative_l2'])} from the twin, rounding {_figure(x.get('rounding'))}"
-            for name, x in _parts(r).items() if _far(x)]  # fmt: skip
+            for name, x in _parts(r).items() if _far(x, r["curve"])]  # fmt: skip
     said += [f"{name} of {share:.0%} of tokens that scores do not explain" for name, share in r.get("unexplained", {}).items()]
     return f"{r['layer_id']}, {r['phase']}: {'; '.join(said)}"
 
@@ -96,10 +97,10 @@ def _figure(x: float | None) -> str:
     return "not finite" if x is None else f"{x:.2g}"
 
 
-def _far(x: Mapping[str, Any]) -> bool:
+def _far(x: Mapping[str, Any], curve: str) -> bool:
     """A distance against its rounding."""
     distance, rounding = x["relative_l2"], x.get("rounding")
-    return distance is None or (rounding is not None and distance > DEPARTS * rounding)
+    return distance is None or (rounding is not None and distance > DEPARTS[curve] * rounding)
 
 
 def _of_op(r: Record) -> Divergence:
@@ -109,9 +110,9 @@ def _of_op(r: Record) -> Divergence:
 
 
 def _of_curve(r: Record, cause: Cause) -> Divergence:
-    if any(_far(x) for name, x in _parts(r).items() if name.startswith("streams")):
+    if any(_far(x, r["curve"]) for name, x in _parts(r).items() if name.startswith("streams")):
         return Divergence(cause, r["layer_id"], r["phase"], place=place(r.get("worst", {})))
-    rows = [f"{name} rows that it left" for name, x in r.get("rows", {}).items() if _far(x)]
+    rows = [f"{name} rows that it left" for name, x in r.get("rows", {}).items() if _far(x, r["curve"])]
     choices = [f"{name} that scores do not explain" for name in r.get("unexplained", {})]
     return Divergence(cause, r["layer_id"], r["phase"], output=" and ".join([*rows, *choices]))
 

@@ -20,7 +20,7 @@ from optimized.engine import Engine
 from parity import alone, cases, drift, ops, records, run
 from parity.flow import Flow, Setting
 from parity.journal import Journal
-from parity.locate import DEPARTS, first_divergence, headline
+from parity.locate import APART, DEPARTS, first_divergence, headline
 from reference.checkpoint.open import open_store
 from reference.errors import BadInput
 from reference.rounding import profile
@@ -84,7 +84,7 @@ def test_curves_of_a_clean_run(clean):
     for name in ("rounding", "forced", "free"):
         assert [(d.layer, d.phase) for d in curve(clean, name)] == [(i, p) for i in range(3) for p in ("prefill", "decode")]
     for forced, free in zip(curve(clean, "forced"), curve(clean, "free"), strict=True):
-        assert 0 < forced.relative_l2 < DEPARTS * forced.rounding and 0 < free.relative_l2 < DEPARTS * free.rounding
+        assert 0 < forced.relative_l2 < APART * forced.rounding and 0 < free.relative_l2 < DEPARTS["free"] * free.rounding
         assert 1 - forced.relative_l2**2 < forced.cosine <= 1 and forced.predicted is None and free.predicted > 0
         assert forced.flips["experts"] == 0 and ("picks" in forced.flips) == (forced.layer == CSA)
     first = [d for d in clean.drift if d.layer == 0 and d.phase == "prefill"]
@@ -177,7 +177,7 @@ def test_a_layer_alone_from_a_poured_start(build):
     assert list(f.run_layer(CSA)) == []
     assert not curve(f, "free") and f.streams is None
     for d in curve(f, "forced"):
-        assert 0 < d.relative_l2 < DEPARTS * d.rounding and d.worst["position"] >= 131
+        assert 0 < d.relative_l2 < APART * d.rounding and d.worst["position"] >= 131
         assert d.flips["picks"] == 0
 
 
@@ -302,6 +302,7 @@ def test_inputs_that_were_different_already_are_nobody_s_fault():
 
 @pytest.mark.parametrize("name", ["forced", "free"])
 def test_what_departs_is_beyond_rounding(name):
-    for size, departs in ((DEPARTS * 0.01, False), (math.nextafter(DEPARTS * 0.01, 1), True), (None, True)):
+    limit = DEPARTS[name] * 0.01
+    for size, departs in ((limit, False), (math.nextafter(limit, 1), True), (None, True)):
         assert (first_divergence([header(), distance(name, 1, "decode", size)]) is not None) == departs
     assert first_divergence([header(), distance("rounding", 1, "decode", 1.0)]) is None

@@ -19,14 +19,14 @@ from parity import cases, drift, following, records, run, whole
 from parity.flow import Flow, Setting
 from parity.following import explained
 from parity.judge import Places
-from parity.locate import DEPARTS, departure, first_divergence, headline
+from parity.locate import APART, departure, first_divergence, headline
 from reference.checkpoint.open import open_store
 from reference.rounding import profile
 
 STORE = open_store("procedural:mini")
 CSA, NONE = 2, -1
 MOVED = 2.0**-6  # what rounding moved a score, at most: a power of two, so that sums below are exact
-REACH = 2 * DEPARTS * MOVED
+REACH = 2 * APART * MOVED
 
 
 def table(*scores: float) -> torch.Tensor:
@@ -73,7 +73,7 @@ def test_hidden_rows_cannot_be_chosen():
 def test_tokens_are_told_apart_and_nothing_is_a_choice():
     scores = torch.cat([table(1.0, 1.0, 0.0, 0.0)] * 2)
     exact = scores.clone()
-    exact[0, 0] -= 0.25  # the first token's scores are off by that: an exchange over 1 is within 8 times 0.25
+    exact[0, 0] -= 0.25  # the first token's scores are off by that: an exchange over 1 is within 4 times 0.25
     own, other = torch.tensor([[0, 1], [0, 1]]), torch.tensor([[0, 2], [0, 2]])
     assert explained(own, other, scores, exact).tolist() == [True, False]
     nothing = torch.full((3, 0), NONE)
@@ -120,10 +120,10 @@ def test_choices_beyond_rounding_are_a_wrong_layer_and_nearer_ones_are_followed(
     wrong = layer_of(plan, CSA)
     assert wrong.flips[name] > 0 and wrong.unexplained[name] > 0
     assert said_of(wrong).startswith("first wrong layer")
-    monkeypatch.setattr(following, "DEPARTS", 1e9)
+    monkeypatch.setattr(following, "APART", 1e9)
     followed = layer_of(plan, CSA)
     assert followed.flips == wrong.flips and not followed.unexplained and said_of(followed) == ""
-    assert 0 < followed.relative_l2 < min(followed.rounding, wrong.relative_l2 / DEPARTS)
+    assert 0 < followed.relative_l2 < min(followed.rounding, wrong.relative_l2 / APART)
 
 
 def test_what_a_layer_rounds_is_measured_on_the_same_choices(monkeypatch):
@@ -150,7 +150,7 @@ def test_what_a_layer_rounds_is_measured_on_the_same_choices(monkeypatch):
 def test_where_token_ids_choose_nothing_else_is_right(monkeypatch):
     honest = moe.look_up_experts
     monkeypatch.setattr(moe, "look_up_experts", lambda scores, table, ids, scaling: honest(scores, table, ids - 1, scaling))
-    monkeypatch.setattr(following, "DEPARTS", 1e9)
+    monkeypatch.setattr(following, "APART", 1e9)
     wrong = layer_of(cases.plan([3], [], ["decode"]), 1)
     assert wrong.unexplained == {"experts": 1.0} and said_of(wrong).startswith("first wrong layer")
 
@@ -175,7 +175,7 @@ def test_one_wrong_token_among_many_is_no_small_error():
     wrong[150] = 0
     seat = drift.Seat(CSA, "prefill", torch.arange(200), Places({"position": torch.arange(200)}), torch.tensor([199]))
     right, bad = (drift.forced_distances(seat, drift.Side(x), drift.Side(twin), twin, smooth)[0] for x in (twin, wrong))
-    assert said_of(right) == "" and bad.relative_l2 < DEPARTS * bad.rounding
+    assert said_of(right) == "" and bad.relative_l2 < APART * bad.rounding
     assert said_of(bad).startswith("first wrong layer: layer_02, prefill, position 150")
     assert "streams of a token 1 from the twin" in departure(records.drift_record(STORE.config, bad))
 

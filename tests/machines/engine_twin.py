@@ -2,8 +2,8 @@
 
 Each layer of the twin gets the engine's own streams and starts from the numbers that the pool held, so that errors do not pile
 up. A right engine rounds as the twin does, so it is as far from what no rounding would give, and the two are at most twice that
-apart. Another factor of two, which docs/drift.md §3 leaves for choices that flip, is not needed: the twin makes the engine's
-choices wherever rounding explains them, and what has no rounding makes the twin's.
+apart (docs/drift.md §3): the twin makes the engine's choices wherever rounding explains them, and what has no rounding makes
+the twin's.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ from optimized.pool.allocator import Sequence
 from optimized.step import StepPlan
 from parity.drift import CHOICES, Side
 from parity.following import SCORES, Choices, Explained, Following
+from parity.locate import APART
 from parity.taps import Capture
 from reference.model import Model
 from reference.rounding import EXACT, Sites, profile
 from reference.state import Batch, LayerState, SequenceState, named_tensors
-
-FARTHEST = 2  # times as far from the twin as the twin is from exact
 
 
 @cache
@@ -129,5 +128,5 @@ def near(what: str, got: Tensor, twin: Tensor, exact: Tensor) -> None:
     """By norm; where the twin is not finite, before the first token, all three are the same."""
     there = twin.isfinite()
     assert torch.equal(got[~there], twin[~there]), f"the twin has no {what} there"
-    off, allowed = float((got - twin)[there].norm()), FARTHEST * float((twin - exact)[there].norm())
+    off, allowed = float((got - twin)[there].norm()), APART * float((twin - exact)[there].norm())
     assert off <= allowed, f"{what}: {off:.3g} from the twin, where rounding explains {allowed:.3g}"
