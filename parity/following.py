@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from reference.rounding import Sites
 
@@ -55,7 +56,7 @@ class Choices:
     def made(self, tap: str, own: Tensor) -> Tensor:
         """The choice of the next tokens, who would choose `own` [t, k]."""
         other, self.other[tap] = self.other[tap][: len(own)], self.other[tap][len(own) :]
-        return other[:, : own.shape[1]]
+        return pad(other, (0, max(0, own.shape[1] - other.shape[1])), value=-1)[:, : own.shape[1]]
 
 
 @dataclass

@@ -14,9 +14,12 @@ from torch import Tensor
 
 from optimized.engine import FORMS
 from reference import formats
+from reference.errors import BadInput
 
 from ..budget.codes import dequantize
 from ..candidates import ACTIVATION_BLOCK, SOURCE
+from ..drift import CHOICES
+from ..single.checks import wrong_choice
 from ..single.contract import BATCH, ITEMS, Sizes, contract, held_tokens
 from ..single.drawing import Inputs
 from .reading import KEYS, NO, Missing, Reader, joined, pair
@@ -52,6 +55,8 @@ class Feed(Reader):
                 continue
             for part, x in self._input(op, name, k).items():
                 found[part] = x if part.endswith(".scale") else _shaped(name, x, sizes)
+            if name in CHOICES and (wrong := wrong_choice(name, found[name], found["positions"], self.config, self.layer)):
+                raise Missing(wrong)
         return found
 
     def ids(self, k: int, of: Sequence[str] = ("embed", "ffn.gate.experts")) -> Tensor:
@@ -61,17 +66,24 @@ class Feed(Reader):
         if not (embeds or hashes or of == ("embed",)):
             return torch.zeros(len(s.positions), dtype=torch.int64)
         if own := self.tape.get(self.layer if drafter else 0, "ids", k):
-            return own.numbers()
+            return self._known(own.numbers())
         if not drafter:
             raise Missing(NO.format("ids"))
         same = [j for j, other in enumerate(self.tape.segments) if other.request == s.request]
         return self._gathered(k, range(s.start + 1, s.end + 1), same, self._first_ids, "ids of the tokens after")
 
+    def _known(self, ids: Tensor) -> Tensor:
+        """Raises BadInput for ids outside the vocabulary."""
+        outside = ids[(ids < 0) | (ids >= self.config.vocab_size)].tolist()
+        if outside:
+            raise BadInput(f"{self.tape.name}: ids: {outside[0]} is outside the vocabulary of {self.config.vocab_size}")
+        return ids
+
     def _first_ids(self, k: int) -> tuple[range, Tensor]:
         ids = self.tape.get(0, "ids", k)
         if ids is None:
             raise Missing(NO.format("ids"))
-        return range(self.segment(k).start, self.segment(k).end), ids.numbers()
+        return range(self.segment(k).start, self.segment(k).end), self._known(ids.numbers())
 
     def _input(self, op: str, name: str, k: int) -> dict[str, Tensor]:
         past = {"window": self._window, "compressed": self._compressed, "keys": self._keys}
@@ -189,7 +201,7 @@ def _cast(x: Tensor, storage: str) -> Tensor:
 def _shaped(name: str, x: Tensor, sizes: Sizes) -> Tensor:
     """An input in the contract's shape; tables of rows may be narrower. Raises Missing for another size."""
     shape = sizes.shape(ITEMS[name])
-    if name in ("attn.indexer.scores", "attn.indexer.picks"):
+    if name in ("attn.indexer.scores", "attn.indexer.picks") and x.ndim == 2 and len(x) == shape[0]:
         fill = 0 if name.endswith("scores") else -1
         return joined([Held(x, "")], shape[1], fill).value
     if x.numel() != math.prod(shape):

@@ -57,6 +57,8 @@ class Layer:
         """The twin with and without its rounding on the trace's streams."""
         s, feed, w = self.feed.segment(k), self.feed, self.weights
         x, traced = feed.streams(k), self._traced(k)
+        if x.shape != (len(s.positions), *self._streams_of_a_token):
+            raise Missing(f"streams before the layer are {list(x.shape)} in {s.phase}, request {s.request}")
         if not bool(x.isfinite().all()):
             raise Missing(f"streams before the layer are not finite in {s.phase}, request {s.request}")
         batch = Batch(feed.ids(k), torch.tensor(s.positions), [0, len(s.positions)])
@@ -85,10 +87,17 @@ class Layer:
         twin = replace(sides.twin, streams=y, logits=again.logits(y, batch))
         return replace(sides, twin=twin, unexplained={tap.split(".")[-1]: n for tap, n in choices.unexplained.items() if n})
 
+    @property
+    def _streams_of_a_token(self) -> tuple[int, int]:
+        return self.feed.config.hc_mult, self.feed.config.hidden_size
+
     def _traced(self, k: int) -> Side:
-        """What the trace has behind the layer: of a drafter, what its head sees. Raises Missing without streams."""
-        drafter = self.weights.mtp is not None
+        """What the trace has behind the layer: of a drafter, what its head sees. Raises Missing without streams, or for
+        streams of another shape."""
+        drafter, s = self.weights.mtp is not None, self.feed.segment(k)
         y = self.feed.need("norm" if drafter else "hc_ffn.streams", k).numbers()
+        if y.shape != (len(s.positions), *(self._streams_of_a_token[drafter:])):
+            raise Missing(f"streams behind the layer are {list(y.shape)} in {s.phase}, request {s.request}")
         experts, picks, logits = (self.feed.tape.get(self.feed.layer, tap, k) for tap in (*CHOICES, "head.logits"))
         chosen = None if picks is None else joined([picks], self.feed.config.index_topk, -1).numbers()
         last = None if logits is None or not self.weights.has_head else logits.numbers()[-1:]

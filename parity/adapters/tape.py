@@ -21,6 +21,7 @@ from ..metrics import MANTISSA_BITS, ulp
 from ..trace import MANIFEST, Trace, TraceTensor, block_tap
 
 Key = tuple[int, str, int]  # layer, tap inside it, number of the step
+CODED = ("e4m3", "e2m1x2", "e2m1")
 TABLES = ("attn.rope.table.cos", "attn.rope.table.sin")  # rows belong to positions, and to no request
 
 
@@ -56,14 +57,13 @@ class Held:
 
     @property
     def coded(self) -> bool:
-        return self.storage in ("e4m3", "e2m1x2", "e2m1")
+        return self.storage in CODED
 
     def numbers(self) -> Tensor:
-        """float64, codes times their scales; integers as they are. Raises BadInput for codes without scales."""
+        """float64, codes times their scales; integers as they are."""
         if not self.coded:
             return self.value.double() if self.value.is_floating_point() else self.value.long()
-        if self.scale is None:
-            raise BadInput("codes without scales")
+        assert self.scale is not None
         codes = formats.e2m1_unpack(self.value) if self.storage == "e2m1x2" else self.value
         x = formats.e4m3_decode(codes) if self.storage == "e4m3" else formats.e2m1_decode(codes)
         scale = formats.e8m0_decode(self.scale) if self.scale.dtype == torch.uint8 else self.scale
@@ -81,6 +81,11 @@ class Tape:
     tables: Mapping[tuple[int, str], list[TraceTensor]] = field(default_factory=dict)
     read_tables: dict[tuple[int, str], dict[int, Tensor]] = field(default_factory=dict)
     trace: Trace | None = None
+
+    @property
+    def name(self) -> str:
+        """Where this came from, for messages."""
+        return "tape" if self.trace is None else str(self.trace.root / MANIFEST)
 
     @classmethod
     def of(cls, trace: Trace, config: Config) -> Tape:
@@ -116,16 +121,23 @@ class Tape:
         first, (value, slack) = self.parts[key][0], merged(self.trace, self.parts[key])
         others = (self.get(layer, f"{tap}.{end}", step) for end in ("scale", "slots"))
         scale, slots = (None if x is None else x.value for x in others)
+        if first.storage in CODED and scale is None:
+            raise BadInput(f"{self.name}: {first.tap}: codes without scales")
         return Held(value, first.storage if slack is None else "f64", scale, first.layout, slots, slack)
 
     def table(self, layer: int, name: str) -> dict[int, Tensor] | None:
-        """Rows of `cos` or `sin` by position; None where there is no table of this layer."""
+        """Rows of `cos` or `sin` by position; None where there is no table of this layer. Raises BadInput for damage, and for
+        two rows of one position that differ: a row belongs to no request."""
         key = layer, f"attn.rope.table.{name}"
         if key not in self.tables or self.trace is None:
             return None
         if key not in self.read_tables:
             rows = [(t.positions, self.trace.get(t)) for t in self.tables[key]]
-            self.read_tables[key] = {p: row for positions, x in rows for p, row in zip(positions, x, strict=True)}
+            known: dict[int, Tensor] = {}
+            for p, row in ((p, row) for positions, x in rows for p, row in zip(positions, x, strict=True)):
+                if not torch.equal(known.setdefault(p, row), row):
+                    raise BadInput(f"{self.name}: {key[1]}, layer {layer}: two rows of position {p} differ")
+            self.read_tables[key] = known
         return self.read_tables[key]
 
     def before(self, step: int) -> list[int]:

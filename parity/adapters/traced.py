@@ -103,8 +103,8 @@ class Traced:
                         yield result
         try:
             self.drift += Layer(feed, weights).forced() if self.whole else []
-        except Missing as missing:
-            self.unfit[layer] = str(missing)
+        except (Missing, IndexError, RuntimeError, ValueError) as error:  # or tensors that do not fit
+            self.unfit[layer] = str(error).split("\n")[0]
         self.tape.forget(layer)
 
 
@@ -129,13 +129,22 @@ def plan_of(tape: Tape) -> Plan:
     return Plan(tuple(sequences), phases)
 
 
-def judged(op: Op, feed: Feed, weights: Weights, steps: Sequence[int], how: Arithmetic) -> Iterator[Judged]:
+def judged(op: Op, feed: Feed, weights: Weights, steps: Sequence[int], how: Arithmetic) -> list[Judged]:
     """An op in all steps of a phase, each a sequence of its own: its verdicts, and why there is none on what is missing."""
     phase = feed.segment(steps[0]).phase
     if op.name in LEFT_OUT:
-        yield Judged(op, feed.layer, phase, (), LEFT_OUT[op.name])
-        return
+        return [Judged(op, feed.layer, phase, (), LEFT_OUT[op.name])]
     feed.spans.clear()
+    try:
+        return list(_judged(op, feed, weights, steps, how))
+    except BadInput:
+        raise
+    except Exception as error:  # tensors of an engine that do not fit are its failure, as what a kernel raises is
+        return [Judged(op, feed.layer, phase, (raised(op.name, error),))]
+
+
+def _judged(op: Op, feed: Feed, weights: Weights, steps: Sequence[int], how: Arithmetic) -> Iterator[Judged]:
+    phase = feed.segment(steps[0]).phase
     asked = Asked.of(op, feed, steps)
     able, lacking = _sorted_out(asked, feed, steps)
     if able:
@@ -150,8 +159,6 @@ def judged(op: Op, feed: Feed, weights: Weights, steps: Sequence[int], how: Arit
             yield Judged(replace(op, bound=op.bound + spans), feed.layer, phase, verdicts, None if verdicts else NOTHING)
         except Missing as missing:
             lacking.insert(0, str(missing))
-        except MismatchedShape as error:
-            yield Judged(op, feed.layer, phase, (raised(op.name, error),))
     for reason, n in Counter(lacking).items():
         yield Judged(op, feed.layer, phase, (), reason + (f", in {n} of {len(steps)} steps" if n < len(steps) and able else ""))
 

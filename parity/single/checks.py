@@ -8,10 +8,14 @@ import torch
 from torch import Tensor
 
 from optimized.engine import FORMS
+from reference.config import Config
 from reference.errors import BadInput
 
+from ..drift import CHOICES
 from .contract import ITEMS, Item, Sizes
 from .drawing import Inputs
+
+EXPERTS = CHOICES[0]
 
 
 def check(inputs: Inputs) -> None:
@@ -34,6 +38,20 @@ def check(inputs: Inputs) -> None:
         if tuple(inputs[name].shape) != shape or inputs[name].dtype != dtype:
             said = f"{inputs[name].dtype} {list(inputs[name].shape)}"
             raise BadInput(f"input {name}: {said}, expected {dtype} {list(shape)}")
+        if name in CHOICES and (wrong := wrong_choice(name, inputs[name], inputs["positions"], inputs.config, inputs.layer)):
+            raise BadInput(f"input {wrong}")
+
+
+def wrong_choice(name: str, chosen: Tensor, positions: Tensor, config: Config, layer: int) -> str | None:
+    """What a choice [t, k] of tokens at positions [t] names that there is none of, in words: an expert, or a compressed row
+    that the token cannot see (-1: none)."""
+    experts = name == EXPERTS
+    limit = torch.full_like(positions, config.n_routed_experts) if experts else (positions + 1) // config.ratio(layer)
+    bad = (chosen >= limit[:, None]) | (chosen < (0 if experts else -1))
+    if not bool(bad.any()):
+        return None
+    t, slot = (int(i) for i in bad.nonzero()[0])
+    return f"{name}: token {t} names {int(chosen[t, slot])} of {int(limit[t])}"
 
 
 def check_batch(ids: Tensor, positions: Tensor, bounds: Tensor) -> None:
